@@ -1,0 +1,60 @@
+"""keepstep keeps every step of a PyTorch training run in host memory, and brings it back bit for bit.
+
+    state = {"model": model, "optimizer": optimizer}
+    with keepstep.Snapshotter(state) as snapshots:
+        restored = snapshots.restore()
+        for step in range(restored.step + 1 if restored else 0, total_steps):
+            train_one_step()
+            snapshots.take(step)
+
+Importing this package does not import torch: the names that need it are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from keepstep._version import VERSION as __version__
+from keepstep.config import Config
+from keepstep.errors import CaptureError, ConfigError, Error, IntegrityError, KeeperError, RecoveryError
+from keepstep.types import Source, Stateful, Status, Survives
+
+if TYPE_CHECKING:
+    from keepstep.trainer.pending import PendingSnapshot
+    from keepstep.trainer.restore import Restored
+    from keepstep.trainer.snapshotter import Snapshotter
+
+__all__ = [
+    "CaptureError",
+    "Config",
+    "ConfigError",
+    "Error",
+    "IntegrityError",
+    "KeeperError",
+    "PendingSnapshot",
+    "RecoveryError",
+    "Restored",
+    "Snapshotter",
+    "Source",
+    "Stateful",
+    "Status",
+    "Survives",
+    "__version__",
+]
+
+_LAZY = {
+    "PendingSnapshot": "keepstep.trainer.pending",
+    "Restored": "keepstep.trainer.restore",
+    "Snapshotter": "keepstep.trainer.snapshotter",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'keepstep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,283 @@
+"""The records of an arena, byte for byte.
+
+A record has one writer. It is kept twice, A and B; a write goes to the older copy, with the next
+sequence number and its own checksum, so a torn or damaged copy reads as the other one.
+
+    bytes 0-7      kind       eight ASCII letters
+    bytes 8-15     sequence   little-endian, only grows
+    bytes 16-247   body       one of the structs below, zero padded
+    bytes 248-255  checksum   xxh3_64 of bytes 0-247
+
+`docs/arena-format.md` is the table of offsets; `tests/golden` pins it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self, TypeVar
+
+import xxhash
+
+from keepstep.errors import IntegrityError
+from keepstep.types import Incarnation, Version
+
+PAGE = 4096
+FORMAT = 1
+RECORD_BYTES = 256
+_PREFIX = struct.Struct("<8sQ")
+_CHECK = struct.Struct("<Q")
+BODY_BYTES = RECORD_BYTES - _PREFIX.size - _CHECK.size
+
+# Trainer header states
+WRITING, COMMITTED = 1, 2
+# Keeper header states
+SEALED = 1
+# Trainer header flags
+INEXACT = 1
+
+
+class Record(Protocol):
+    KIND: ClassVar[bytes]
+
+    def body(self) -> bytes: ...
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self: ...
+
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True)
+class TrainerHeader:
+    """Whose snapshot a slot holds and how far its writer got. Written by the trainer only."""
+
+    KIND: ClassVar[bytes] = b"KSTRAINR"
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<IIIIIIQQqQQQ16sd")
+
+    state: int
+    rank: int
+    world_size: int
+    local_index: int
+    local_world_size: int
+    flags: int
+    version: Version
+    layout_bytes: int
+    values_bytes: int
+    payload_bytes: int
+    layout_digest: bytes
+    written_at: float
+
+    def body(self) -> bytes:
+        incarnation = self.version.incarnation
+        return self._STRUCT.pack(
+            self.state, self.rank, self.world_size, self.local_index, self.local_world_size, self.flags,
+            incarnation.number, incarnation.nonce, self.version.step,
+            self.layout_bytes, self.values_bytes, self.payload_bytes, self.layout_digest, self.written_at,
+        )  # fmt: skip
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        (state, rank, world, index, local_world, flags, number, nonce, step, layout, values, payload, digest, at) = (
+            cls._STRUCT.unpack_from(body)
+        )
+        version = Version(Incarnation(number, nonce), step)
+        return cls(state, rank, world, index, local_world, flags, version, layout, values, payload, digest, at)
+
+
+@dataclass(frozen=True)
+class KeeperHeader:
+    """That a slot is sealed, and the digest of its checksum table. Written by the keeper only."""
+
+    KIND: ClassVar[bytes] = b"KSKEEPER"
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<IIQQqQ16s16sd")
+
+    state: int
+    num_chunks: int
+    version: Version
+    trainer_sequence: int
+    trainer_digest: bytes
+    table_digest: bytes
+    sealed_at: float
+
+    def body(self) -> bytes:
+        incarnation = self.version.incarnation
+        return self._STRUCT.pack(
+            self.state, self.num_chunks, incarnation.number, incarnation.nonce, self.version.step,
+            self.trainer_sequence, self.trainer_digest, self.table_digest, self.sealed_at,
+        )  # fmt: skip
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        state, chunks, number, nonce, step, sequence, trainer, table, at = cls._STRUCT.unpack_from(body)
+        return cls(state, chunks, Version(Incarnation(number, nonce), step), sequence, trainer, table, at)
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Which snapshot the trainer may write next, and where: the first `take` at or after `step`. By the keeper."""
+
+    KIND: ClassVar[bytes] = b"KSGRANT1"
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQqqi96s")
+
+    incarnation: Incarnation
+    step: int
+    serial: int
+    """counts grants, so that a trainer uses each one once"""
+    slot: int
+    """-1: nothing is granted, and `reason` says why"""
+    reason: str = ""
+
+    def body(self) -> bytes:
+        # Cut between characters, so that what is read back is a prefix of what was said.
+        reason = self.reason.encode(errors="replace")[:96].decode(errors="ignore").encode()
+        number, nonce = self.incarnation.number, self.incarnation.nonce
+        return self._STRUCT.pack(number, nonce, self.step, self.serial, self.slot, reason)
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        number, nonce, step, serial, slot, reason = cls._STRUCT.unpack_from(body)
+        return cls(Incarnation(number, nonce), step, serial, slot, reason.rstrip(b"\0").decode(errors="replace"))
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a keeper must still know after its own death. Written by the keeper into every arena of its node."""
+
+    KIND: ClassVar[bytes] = b"KSLEDGER"
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQBBQQqQQqq")
+
+    incarnation: Incarnation
+    base: Version | None
+    """the version this incarnation was restored from"""
+    complete: Version | None
+    """the newest version ever sealed on all ranks"""
+    serial: int
+
+    def body(self) -> bytes:
+        none = Version(Incarnation(0, 0), 0)
+        base, complete = self.base or none, self.complete or none
+        return self._STRUCT.pack(
+            self.incarnation.number, self.incarnation.nonce, self.base is not None, self.complete is not None,
+            base.incarnation.number, base.incarnation.nonce, base.step,
+            complete.incarnation.number, complete.incarnation.nonce, complete.step, self.serial,
+        )  # fmt: skip
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        number, nonce, has_base, has_complete, bn, bx, bs, cn, cx, cs, serial = cls._STRUCT.unpack_from(body)
+        base = Version(Incarnation(bn, bx), bs) if has_base else None
+        complete = Version(Incarnation(cn, cx), cs) if has_complete else None
+        return cls(Incarnation(number, nonce), base, complete, serial)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The step of the trainer's last `take`, captured or not. Written by the trainer."""
+
+    KIND: ClassVar[bytes] = b"KSPROGRS"
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQq")
+
+    incarnation: Incarnation
+    step: int
+
+    def body(self) -> bytes:
+        return self._STRUCT.pack(self.incarnation.number, self.incarnation.nonce, self.step)
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        number, nonce, step = cls._STRUCT.unpack_from(body)
+        return cls(Incarnation(number, nonce), step)
+
+
+def encode_copy(record: Record, sequence: int) -> bytes:
+    """One copy (A or B) of a record."""
+    content = _PREFIX.pack(record.KIND, sequence) + record.body().ljust(BODY_BYTES, b"\0")
+    return content + _CHECK.pack(xxhash.xxh3_64_intdigest(content))
+
+
+def decode_copy(kind: type[R], data: bytes) -> tuple[int, R] | None:
+    """(sequence, record) of a sound copy, None of a torn, damaged or empty one."""
+    if len(data) != RECORD_BYTES:
+        return None
+    found, sequence = _PREFIX.unpack_from(data)
+    (check,) = _CHECK.unpack_from(data, RECORD_BYTES - _CHECK.size)
+    if found != kind.KIND or check != xxhash.xxh3_64_intdigest(data[: -_CHECK.size]):
+        return None
+    return sequence, kind.parse(data[_PREFIX.size :])
+
+
+def newest(kind: type[R], pair: bytes) -> tuple[int, R] | None:
+    """The newer sound copy of a pair: what the record says."""
+    copies = [
+        copy
+        for copy in (decode_copy(kind, pair[:RECORD_BYTES]), decode_copy(kind, pair[RECORD_BYTES : 2 * RECORD_BYTES]))
+        if copy is not None
+    ]
+    return max(copies, key=lambda copy: copy[0]) if copies else None
+
+
+def write_pair(record: Record, pair: bytes, write: Callable[[int, bytes], None]) -> int:
+    """Write `record` over the older copy of `pair`; `write(offset_in_pair, data)`. Returns the new sequence."""
+    sequences = [
+        copy[0] if (copy := decode_copy(type(record), half)) else -1
+        for half in (pair[:RECORD_BYTES], pair[RECORD_BYTES : 2 * RECORD_BYTES])
+    ]
+    older = 0 if sequences[0] <= sequences[1] else 1
+    sequence = max(*sequences, 0) + 1
+    write(older * RECORD_BYTES, encode_copy(record, sequence))
+    return sequence
+
+
+@dataclass(frozen=True)
+class ArenaHeader:
+    """What an arena is, in its first 1,024 bytes. Written once, by the keeper, before the memfd is handed out."""
+
+    MAGIC: ClassVar[bytes] = b"KSARENA1"
+    SIZE: ClassVar[int] = 1024
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<8sIIIIQQQQQQ16s16sHH200s200s")
+
+    num_slots: int
+    local_index: int
+    generation: int
+    """counts the arenas of this rank: a larger one takes the place of a smaller one"""
+    layout_capacity: int
+    values_capacity: int
+    table_capacity: int
+    payload_capacity: int
+    slot_stride: int
+    first_slot: int
+    arena_id: bytes
+    instance: bytes
+    run_id: str
+    node_id: str
+
+    def encode(self) -> bytes:
+        run, node = self.run_id.encode(), self.node_id.encode()
+        assert max(len(run), len(node)) <= 200, "identify() bounds both"
+        content = self._STRUCT.pack(
+            self.MAGIC, FORMAT, self.num_slots, self.local_index, self.generation,
+            self.layout_capacity, self.values_capacity, self.table_capacity, self.payload_capacity,
+            self.slot_stride, self.first_slot, self.arena_id, self.instance, len(run), len(node), run, node,
+        ).ljust(self.SIZE - _CHECK.size, b"\0")  # fmt: skip
+        return content + _CHECK.pack(xxhash.xxh3_64_intdigest(content))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        if len(data) != cls.SIZE or data[:8] != cls.MAGIC:
+            raise IntegrityError("not an arena: its first bytes are wrong")
+        (check,) = _CHECK.unpack_from(data, cls.SIZE - _CHECK.size)
+        if check != xxhash.xxh3_64_intdigest(data[: -_CHECK.size]):
+            raise IntegrityError("the arena header does not match its checksum")
+        (_, form, slots, index, gen, lay, val, tab, pay, stride, first, aid, inst, run_len, node_len, run, node) = (
+            cls._STRUCT.unpack_from(data)
+        )
+        if form != FORMAT:
+            raise IntegrityError(f"arena format {form} is not the one this keepstep reads ({FORMAT})")
+        if run_len > 200 or node_len > 200:
+            raise IntegrityError("the arena header contradicts itself")
+        run_id = run[:run_len].decode(errors="replace")
+        node_id = node[:node_len].decode(errors="replace")
+        return cls(slots, index, gen, lay, val, tab, pay, stride, first, aid, inst, run_id, node_id)

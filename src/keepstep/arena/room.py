@@ -1,0 +1,112 @@
+"""How much memory can be had, asked before any is taken.
+
+The answer has to come as one error with its numbers before step 0: a shortage met later would be an
+OOM kill or a SIGBUS in the middle of training.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.errors import KeeperError
+
+# Left to the rest of the job: page tables, sockets, the keeper itself.
+RESERVE_BYTES = 64 << 20
+UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the machine and the cgroup would still give."""
+
+    available_bytes: int
+    cgroup_limit_bytes: int | None
+    cgroup_used_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        if self.cgroup_limit_bytes is None:
+            return self.available_bytes
+        return min(self.available_bytes, self.cgroup_limit_bytes - self.cgroup_used_bytes)
+
+
+def measure(root: Path = Path("/")) -> Room:
+    limit, used = _cgroup(root)
+    return Room(_mem_available(root), limit, used)
+
+
+def check(need_bytes: int, what: str, *, room: Room, memory_limit_bytes: int = 0) -> None:
+    """Raise the one error that a user gets when the arena does not fit."""
+    allowed = room.free_bytes - RESERVE_BYTES
+    if memory_limit_bytes:
+        allowed = min(allowed, memory_limit_bytes)
+    if need_bytes <= allowed:
+        return
+    cgroup = "none"
+    if room.cgroup_limit_bytes is not None:
+        cgroup = f"{gib(room.cgroup_limit_bytes)} with {gib(room.cgroup_used_bytes)} in use"
+    limit = f", arena.memory_limit_bytes {gib(memory_limit_bytes)}" if memory_limit_bytes else ""
+    raise KeeperError(
+        f"{what} needs {gib(need_bytes)}, and {gib(max(allowed, 0))} can be had "
+        f"(cgroup limit: {cgroup}; MemAvailable: {gib(room.available_bytes)}{limit})",
+        hint="raise the memory limit, use KEEPSTEP_ARENA_SLOTS=2, or end runs that hold memory (keepstep release)",
+    )
+
+
+def gib(size_bytes: int) -> str:
+    if size_bytes >= 1 << 30:
+        return f"{size_bytes / (1 << 30):.2f} GiB"
+    return f"{size_bytes / (1 << 20):.1f} MiB"
+
+
+def _mem_available(root: Path) -> int:
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup(root: Path) -> tuple[int | None, int]:
+    """The tightest memory limit above this process and what is used under it, for cgroup v1 and v2."""
+    found: list[tuple[int, int]] = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None, 0
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += _limits(root / "sys/fs/cgroup", path, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            found += _limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return min(found, key=lambda pair: pair[0] - pair[1], default=(None, 0))
+
+
+def _limits(mount: Path, path: str, limit_file: str, used_file: str) -> list[tuple[int, int]]:
+    found = []
+    folder = mount / path.lstrip("/")
+    while True:
+        try:
+            text = (folder / limit_file).read_text().strip()
+            if text != "max" and int(text) < UNLIMITED:
+                used = int((folder / used_file).read_text()) - _cache(folder)
+                found.append((int(text), max(used, 0)))
+        except (OSError, ValueError):
+            pass
+        if folder == mount or mount not in folder.parents:
+            return found
+        folder = folder.parent
+
+
+def _cache(folder: Path) -> int:
+    """File pages the kernel would drop under pressure count as used; they are not in our way."""
+    try:
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))

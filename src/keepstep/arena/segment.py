@@ -1,0 +1,186 @@
+"""The memfd of an arena: made and filled by the keeper, mapped by the trainer, held by both and the launcher.
+
+A memfd has no name to leak, is not limited by /dev/shm, and lives as long as anybody holds it. Its
+size is sealed, so nobody can truncate it under a mapping (SIGBUS). The keeper never maps it: it reads
+and writes through the descriptor, so that its own resident size, and with it its place in the OOM
+killer's list, stays small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from keepstep import faults
+from keepstep.errors import IntegrityError, KeeperError
+
+NAME = "keepstep-arena"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+F_SEAL_FUTURE_WRITE = 0x10
+MADV_POPULATE_WRITE = 23
+POPULATE_STEP = 64 << 20
+MAX_BYTES = 1 << 46
+EHWPOISON = 133
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Segment:
+    """A sealed memfd by its descriptor, which the segment owns."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self.fd = fd
+        self.size_bytes = size_bytes
+
+    @classmethod
+    def create(cls, size_bytes: int) -> Segment:
+        """A new memfd with all its memory reserved: shortage is an error here, not a SIGBUS later."""
+        if not 0 < size_bytes <= MAX_BYTES:
+            raise KeeperError(f"an arena of {size_bytes:,} bytes cannot be made: 1 to {MAX_BYTES:,} can")
+        fd = -1
+        try:
+            faults.point("segment.create")
+            fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, size_bytes)
+            os.posix_fallocate(fd, 0, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            raise KeeperError(
+                f"{size_bytes:,} bytes of shared memory were refused: {error.strerror}",
+                hint="give the job more memory, or use fewer slots (KEEPSTEP_ARENA_SLOTS=2)",
+            ) from error
+        return cls(fd, size_bytes)
+
+    @classmethod
+    def adopt(cls, fd: int) -> Segment:
+        """Take a descriptor that came from elsewhere, after checking that it is a sealed memfd of sane size.
+
+        A refused descriptor stays the caller's to close.
+        """
+        found = os.fstat(fd)
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise IntegrityError("the descriptor is not a memfd") from error
+        if not stat.S_ISREG(found.st_mode) or seals & SEALS != SEALS:
+            raise IntegrityError("the descriptor is not a memfd with its size sealed")
+        mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+        if mode != os.O_RDWR or seals & (fcntl.F_SEAL_WRITE | F_SEAL_FUTURE_WRITE):
+            raise IntegrityError("the descriptor is a memfd that cannot be written")
+        if not 0 < found.st_size <= MAX_BYTES:
+            raise IntegrityError(f"a memfd of {found.st_size} bytes is not an arena")
+        return cls(fd, found.st_size)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return os.fstat(self.fd).st_blocks * 512
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        try:
+            faults.point("segment.read")
+            data = os.pread(self.fd, size_bytes, offset)
+        except OSError as error:
+            _refuse_bad_memory(error, offset)
+            raise
+        if len(data) != size_bytes:
+            raise IntegrityError(f"the arena ends at {self.size_bytes}, wanted {size_bytes} bytes at {offset}")
+        return data
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` without mapping anything."""
+        done = 0
+        while done < len(buffer):
+            try:
+                faults.point("segment.read")
+                count = os.preadv(self.fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                _refuse_bad_memory(error, offset + done)
+                raise
+            if count <= 0:
+                raise IntegrityError(f"the arena ends before {offset + len(buffer)}")
+            done += count
+
+    def write(self, offset: int, data: bytes) -> None:
+        faults.point("segment.write")
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self.fd, data[done:], offset + done)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _refuse_bad_memory(error: OSError, offset: int) -> None:
+    """A page that the machine found to be bad is an erasure, like a failed checksum; other errors are not."""
+    if error.errno in (errno.EIO, EHWPOISON):
+        raise IntegrityError(f"the memory of the arena is bad at {offset}: {error.strerror}") from error
+
+
+class Mapping:
+    """A writable map of a whole segment in a trainer. Forked children do not inherit it.
+
+    Not an `mmap.mmap`: that one keeps a duplicate of the descriptor which nobody can close in a forked
+    child, so a data-loader worker that outlives its trainer would hold the memory.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        faults.point("segment.map")
+        size = segment.size_bytes
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, segment.fd, 0)
+        if address == _MAP_FAILED:
+            raise KeeperError(f"the arena of {size:,} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
+        _libc.madvise(address, size, mmap.MADV_DONTFORK)
+        bytes_there = (ctypes.c_ubyte * size).from_address(address)
+        # Whoever looks into the map holds `bytes_there`: the map goes with the last of them.
+        weakref.finalize(bytes_there, _unmap, address, size, os.getpid()).atexit = False
+        self.map = memoryview(bytes_there).cast("B")
+        self.address: int = address
+        self.size_bytes = size
+
+    def populate(self, threads: int, progress: Callable[[int], None]) -> None:
+        """Fault every page in, so that the first snapshot costs what the hundredth does."""
+        lock = threading.Lock()
+        done = 0
+
+        def one(start: int) -> None:
+            nonlocal done
+            size = min(POPULATE_STEP, self.size_bytes - start)
+            faults.point("segment.populate")
+            if _libc.madvise(self.address + start, size, MADV_POPULATE_WRITE) != 0:
+                # Kernels before 5.14: look at each page. Writing a byte back could undo what a `take` just wrote,
+                # and a page of shared memory is mapped writable when it is read.
+                for page in range(start, start + size, mmap.PAGESIZE):
+                    self.map[page]
+            with lock:
+                done += size
+                progress(done)
+
+        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-populate") as pool:
+            list(pool.map(one, range(0, self.size_bytes, POPULATE_STEP)))
+
+    def close(self) -> None:
+        """Give the map up. Tensors that still point into it keep it; it goes with the last of them."""
+        self.map = memoryview(b"")
+
+
+def _unmap(address: int, size_bytes: int, pid: int) -> None:
+    # A forked child never had the map; something else may lie there by now.
+    if os.getpid() == pid:
+        _libc.munmap(address, size_bytes)

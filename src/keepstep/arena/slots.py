@@ -1,0 +1,249 @@
+"""An arena over a segment: its pages, its slots, and who may write what.
+
+Invariants, each with a test in tests/unit/test_arena.py:
+
+1. A reader sees a sealed snapshot or nothing: `sealed()` wants a COMMITTED trainer header, a SEALED
+   keeper header, and that the second names the sequence and digest of the first.
+2. Each record has one writer: trainer headers and progress the trainer, all others the keeper.
+3. Sequence numbers only grow; a torn record reads as the one before.
+4. A slot of another run, node, rank or layout is never accepted.
+5. Nothing here locks: ownership is the state in the headers and the grant, a dead owner blocks nobody.
+
+    page 0      arena header            page 2   ledger A/B     (keeper)
+    page 1      grant A/B  (keeper)     page 3   progress A/B   (trainer)
+    then per slot: trainer header page, keeper header page, layout, values, checksum table, payload
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import TypeVar
+
+import xxhash
+
+from keepstep.arena import header as h
+from keepstep.arena.header import PAGE, ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
+from keepstep.arena.segment import Segment
+from keepstep.errors import IntegrityError, KeeperError
+from keepstep.layout import align
+from keepstep.protocol import ArenaNeed
+from keepstep.types import Version
+
+CHUNK_BYTES = 4 << 20
+DIGEST_BYTES = 16
+GRANT_PAGE, LEDGER_PAGE, PROGRESS_PAGE, FIRST_SLOT = PAGE, 2 * PAGE, 3 * PAGE, 4 * PAGE
+MAX_SLOTS = 4
+
+R = TypeVar("R", bound=h.Record)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of the arena, by absolute offset."""
+
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class SealedSlot:
+    """A slot that a reader may believe, once its bytes are verified."""
+
+    slot: int
+    trainer: TrainerHeader
+    keeper: KeeperHeader
+
+    @property
+    def version(self) -> Version:
+        return self.trainer.version
+
+
+def num_chunks(size_bytes: int) -> int:
+    return -(-size_bytes // CHUNK_BYTES)
+
+
+def plan_header(
+    need: ArenaNeed, *, slots: int, local_index: int, run_id: str, node_id: str, instance: bytes, generation: int = 1
+) -> ArenaHeader:
+    """Where everything will lie in an arena with room for `need` in each of `slots`."""
+    layout, values = align(max(need.layout_bytes, 1), PAGE), align(max(need.values_bytes, 1), PAGE)
+    payload = align(max(need.payload_bytes, 1), PAGE)
+    chunks = num_chunks(layout) + num_chunks(values) + num_chunks(payload)
+    table = align(chunks * DIGEST_BYTES, PAGE)
+    stride = 2 * PAGE + layout + values + table + payload
+    return ArenaHeader(
+        num_slots=slots, local_index=local_index, generation=generation, layout_capacity=layout, values_capacity=values,
+        table_capacity=table, payload_capacity=payload, slot_stride=stride, first_slot=FIRST_SLOT,
+        arena_id=uuid.uuid4().bytes, instance=instance, run_id=run_id, node_id=node_id,
+    )  # fmt: skip
+
+
+def total_bytes(header: ArenaHeader) -> int:
+    return header.first_slot + header.num_slots * header.slot_stride
+
+
+class Arena:
+    """Typed access to a segment. Owns the segment."""
+
+    def __init__(self, segment: Segment, header: ArenaHeader) -> None:
+        self.segment = segment
+        self.header = header
+        self.arena_id = header.arena_id.hex()
+
+    @classmethod
+    def create(cls, header: ArenaHeader) -> Arena:
+        problem = _header_problem(header, total_bytes(header))
+        if problem:
+            raise KeeperError(f"an arena like this cannot be made: {problem}")
+        segment = Segment.create(total_bytes(header))
+        try:
+            segment.write(0, header.encode())
+        except BaseException:
+            segment.close()
+            raise
+        return cls(segment, header)
+
+    @classmethod
+    def adopt(cls, fd: int, *, run_id: str, node_id: str) -> Arena:
+        """An arena from a descriptor that came from elsewhere; refuses what is not whole or not this run's.
+
+        A refused descriptor stays the caller's to close.
+        """
+        segment = Segment.adopt(fd)
+        header = ArenaHeader.decode(segment.read(0, ArenaHeader.SIZE))
+        problem = _header_problem(header, segment.size_bytes)
+        if problem:
+            raise IntegrityError(f"the arena header contradicts itself: {problem}")
+        if (header.run_id, header.node_id) != (run_id, node_id):
+            raise IntegrityError(
+                f"the arena belongs to run {header.run_id!r} on node {header.node_id!r}, "
+                f"not to {run_id!r} on {node_id!r}"
+            )
+        return cls(segment, header)
+
+    @property
+    def num_slots(self) -> int:
+        return self.header.num_slots
+
+    def fits(self, need: ArenaNeed) -> bool:
+        return (
+            need.layout_bytes <= self.header.layout_capacity
+            and need.values_bytes <= self.header.values_capacity
+            and need.payload_bytes <= self.header.payload_capacity
+        )
+
+    # Where things lie
+
+    def slot_offset(self, slot: int) -> int:
+        assert 0 <= slot < self.num_slots, f"slot {slot} of {self.num_slots}"
+        return self.header.first_slot + slot * self.header.slot_stride
+
+    def layout_span(self, slot: int) -> Span:
+        return Span(self.slot_offset(slot) + 2 * PAGE, self.header.layout_capacity)
+
+    def values_span(self, slot: int) -> Span:
+        before = self.layout_span(slot)
+        return Span(before.offset + before.size_bytes, self.header.values_capacity)
+
+    def table_span(self, slot: int) -> Span:
+        before = self.values_span(slot)
+        return Span(before.offset + before.size_bytes, self.header.table_capacity)
+
+    def payload_span(self, slot: int) -> Span:
+        before = self.table_span(slot)
+        return Span(before.offset + before.size_bytes, self.header.payload_capacity)
+
+    def used_spans(self, slot: int, trainer: TrainerHeader) -> list[Span]:
+        """The bytes of a snapshot: layout, values, payload, as far as they are used."""
+        sizes = (trainer.layout_bytes, trainer.values_bytes, trainer.payload_bytes)
+        spans = (self.layout_span(slot), self.values_span(slot), self.payload_span(slot))
+        for size, span in zip(sizes, spans, strict=True):
+            if size > span.size_bytes:
+                raise IntegrityError(f"slot {slot} claims {size} bytes where {span.size_bytes} fit")
+        return [Span(span.offset, size) for size, span in zip(sizes, spans, strict=True)]
+
+    # Records
+
+    def _read(self, kind: type[R], offset: int) -> tuple[int, R] | None:
+        return h.newest(kind, self.segment.read(offset, 2 * h.RECORD_BYTES))
+
+    def _write(self, record: h.Record, offset: int) -> int:
+        pair = self.segment.read(offset, 2 * h.RECORD_BYTES)
+        return h.write_pair(record, pair, lambda at, data: self.segment.write(offset + at, data))
+
+    def grant(self) -> Grant | None:
+        found = self._read(Grant, GRANT_PAGE)
+        return found[1] if found else None
+
+    def write_grant(self, grant: Grant) -> None:
+        self._write(grant, GRANT_PAGE)
+
+    def ledger(self) -> Ledger | None:
+        found = self._read(Ledger, LEDGER_PAGE)
+        return found[1] if found else None
+
+    def write_ledger(self, ledger: Ledger) -> None:
+        self._write(ledger, LEDGER_PAGE)
+
+    def progress(self) -> Progress | None:
+        found = self._read(Progress, PROGRESS_PAGE)
+        return found[1] if found else None
+
+    def write_progress(self, progress: Progress) -> None:
+        self._write(progress, PROGRESS_PAGE)
+
+    def trainer_header(self, slot: int) -> tuple[int, TrainerHeader] | None:
+        return self._read(TrainerHeader, self.slot_offset(slot))
+
+    def write_trainer_header(self, slot: int, header: TrainerHeader) -> None:
+        self._write(header, self.slot_offset(slot))
+
+    def keeper_header(self, slot: int) -> KeeperHeader | None:
+        found = self._read(KeeperHeader, self.slot_offset(slot) + PAGE)
+        return found[1] if found else None
+
+    def write_keeper_header(self, slot: int, header: KeeperHeader) -> None:
+        self._write(header, self.slot_offset(slot) + PAGE)
+
+    def committed(self, slot: int) -> tuple[int, TrainerHeader] | None:
+        """The trainer header of a slot whose writer finished, with its sequence."""
+        found = self.trainer_header(slot)
+        if found is None or found[1].state != h.COMMITTED or found[1].local_index != self.header.local_index:
+            return None
+        return found
+
+    def sealed(self, slot: int) -> SealedSlot | None:
+        """The slot if it is sealed for exactly what its trainer committed; its bytes are not read here."""
+        found, keeper = self.committed(slot), self.keeper_header(slot)
+        if found is None or keeper is None or keeper.state != h.SEALED:
+            return None
+        sequence, trainer = found
+        if keeper.trainer_sequence != sequence or keeper.trainer_digest != trainer_digest(trainer):
+            return None
+        if keeper.version != trainer.version:
+            return None
+        return SealedSlot(slot, trainer, keeper)
+
+    def close(self) -> None:
+        self.segment.close()
+
+
+def trainer_digest(trainer: TrainerHeader) -> bytes:
+    return xxhash.xxh3_128_digest(trainer.body())
+
+
+def _header_problem(header: ArenaHeader, size_bytes: int) -> str:
+    if not 1 <= header.num_slots <= MAX_SLOTS:
+        return f"{header.num_slots} slots"
+    capacities = (header.layout_capacity, header.values_capacity, header.table_capacity, header.payload_capacity)
+    if header.first_slot != FIRST_SLOT or any(c % PAGE or c == 0 for c in capacities):
+        return "empty or unaligned regions"
+    chunks = num_chunks(header.layout_capacity) + num_chunks(header.values_capacity)
+    if header.table_capacity < (chunks + num_chunks(header.payload_capacity)) * DIGEST_BYTES:
+        return "a checksum table that is too small"
+    if header.slot_stride != 2 * PAGE + sum(capacities):
+        return "regions do not add up to the slot"
+    if total_bytes(header) != size_bytes:
+        return f"{total_bytes(header)} bytes described, {size_bytes} there"
+    return ""

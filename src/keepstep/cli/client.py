@@ -1,0 +1,263 @@
+"""What the commands share: which run is meant, and how its keeper is asked. Nothing here prints.
+
+A run of this user is known by the card that its keeper leaves in the runtime directory. The directory
+must be private, as the keeper demands it: a stranger's cards would name processes that drills kill.
+Every question has a deadline: `ANSWER_S` for the status, `keeper.request_s` on the control socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from keepstep.arena.slots import Arena
+from keepstep.client import KeeperClient
+from keepstep.config import Config, resolve
+from keepstep.errors import Error, KeeperError
+from keepstep.identity import Identity, identify, runtime_dir
+from keepstep.protocol import Hold, WantArenas
+from keepstep.types import Status
+
+ANSWER_S = 10.0
+"""A status takes milliseconds; a keeper that needs longer is stopped, or its machine is stuck."""
+PROBE_S = 1.0
+"""To see whether anybody listens at a card's socket."""
+MAX_CARD_BYTES = 4096
+
+
+class Card(msgspec.Struct, frozen=True):
+    """`keeper.json`: whose directory it lies in."""
+
+    run_id: str
+    node_id: str
+    pid: int
+    instance: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of this user on this node."""
+
+    identity: Identity
+    card: Card
+    alive: bool
+    """False: its keeper was killed and nobody has started another one"""
+
+    def __str__(self) -> str:
+        return f"{self.identity.run_id!r} (node {self.identity.node_id!r})"
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """The options that say which run is meant."""
+    parser.add_argument("--run-id", metavar="NAME", help="the run (default: KEEPSTEP_RUN_ID, else the only one there)")
+    parser.add_argument("--node-id", metavar="NAME", help="the node (default: KEEPSTEP_NODE_ID, else the host name)")
+    parser.add_argument("--runtime-dir", metavar="PATH", help="where keepers are met (default: KEEPSTEP_RUNTIME_DIR)")
+
+
+def settings(args: argparse.Namespace) -> Config:
+    """The settings in force, with what the command line says about the run on top."""
+    return _settings(args.run_id, args.node_id, args.runtime_dir)
+
+
+def _settings(run_id: str | None, node_id: str | None, directory: str | Path | None) -> Config:
+    named = {"run_id": run_id, "node_id": node_id, "runtime_dir": str(directory) if directory else None}
+    return resolve(Config(**{name: value for name, value in named.items() if value is not None}))  # type: ignore[arg-type]
+
+
+# Which run
+
+
+def find_runs(config: Config) -> list[Run]:
+    """Every run of this user on this node that has left a card, dead keepers included."""
+    directory = runtime_dir(config)
+    if not directory.exists():
+        return []
+    _check_private(directory, named=bool(config.runtime_dir))
+    runs = [_read_run(card, directory) for card in sorted(directory.glob("*/keeper.json"))]
+    return sorted((run for run in runs if run is not None), key=lambda run: (run.identity.run_id, run.identity.node_id))
+
+
+def choose(args: argparse.Namespace) -> Identity:
+    """The run that the arguments, the environment, or the lack of any other run mean."""
+    return choose_run(settings(args))
+
+
+def choose_run(config: Config) -> Identity:
+    runs = find_runs(config)
+    meant = [run for run in runs if _is_meant(run, config)]
+    living = [run for run in meant if run.alive]
+    own = identify(config)
+    exact = [run for run in living if run.identity.key == own.key and own.outlives_launch]
+    if exact or len(living) == 1:
+        return (exact or living)[0].identity
+    if living:
+        raise KeeperError(
+            f"{len(living)} runs are on this node: {', '.join(map(str, living))}",
+            hint=f"--run-id {living[0].identity.run_id} (and --node-id {living[0].identity.node_id})",
+        )
+    raise _no_run(config, runs=runs, dead=meant)
+
+
+def _is_meant(run: Run, config: Config) -> bool:
+    identity = run.identity
+    return config.run_id in ("", identity.run_id) and config.node_id in ("", identity.node_id)
+
+
+def _no_run(config: Config, *, runs: list[Run], dead: list[Run]) -> KeeperError:
+    if dead:
+        return KeeperError(
+            f"the keeper of run {dead[0]} is dead",
+            hint="its trainers start it again when they live; keepstep release removes what it left",
+        )
+    where = runtime_dir(config)
+    if config.run_id and runs:
+        return KeeperError(
+            f"no keeper serves run {config.run_id!r} here; there are {', '.join(map(str, runs))}",
+            hint=f"--run-id {runs[0].identity.run_id}",
+        )
+    what = f"run {config.run_id!r}" if config.run_id else "any run of this user"
+    return KeeperError(
+        f"no keeper serves {what} on this node (looked in {where})",
+        hint="start the job first; if it runs, --runtime-dir or KEEPSTEP_RUNTIME_DIR says where its keeper is met",
+    )
+
+
+def _check_private(directory: Path, *, named: bool) -> None:
+    found = directory.lstat()
+    ours = found.st_uid == os.getuid() or (named and os.getuid() == 0)
+    if not stat.S_ISDIR(found.st_mode) or not ours or stat.S_IMODE(found.st_mode) & 0o077:
+        raise KeeperError(
+            f"the runtime directory {directory} is not a directory of this user with mode 0700",
+            hint="--runtime-dir PATH, or KEEPSTEP_RUNTIME_DIR",
+        )
+
+
+def _read_run(path: Path, directory: Path) -> Run | None:
+    """None for a card that is half written, gone meanwhile, or not where it belongs."""
+    try:
+        with path.open("rb") as file:
+            card = msgspec.json.decode(file.read(MAX_CARD_BYTES), type=Card)
+    except (OSError, msgspec.DecodeError):
+        return None
+    identity = Identity(card.run_id, card.node_id, directory, outlives_launch=True)
+    return Run(identity, card, _listens(identity.control_socket)) if identity.card == path else None
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+        sock.settimeout(PROBE_S)
+        try:
+            sock.connect(str(path))
+        except TimeoutError:
+            return True  # somebody listens and is too busy to accept
+        except OSError:
+            return False
+    return True
+
+
+# Status, over HTTP
+
+
+def read_status(
+    run_id: str | None = None, node_id: str | None = None, runtime_dir: str | Path | None = None
+) -> Status:
+    """The status of a run, chosen as every command chooses it."""
+    return fetch_status(choose_run(_settings(run_id, node_id, runtime_dir)))
+
+
+def fetch_status(identity: Identity, *, timeout_s: float = ANSWER_S) -> Status:
+    """Ask one keeper. Raises KeeperError when it is not there, does not answer, or says something else."""
+    who = f"the keeper of run {identity.run_id!r} on node {identity.node_id!r}"
+    connection = _HttpOverUnix(identity.http_socket, timeout_s)
+    try:
+        connection.request("GET", "/status")
+        response = connection.getresponse()
+        body = response.read()
+    except TimeoutError as error:
+        raise KeeperError(
+            f"{who} did not answer within {timeout_s:g} s", hint=f"see what it does in {identity.directory}/keeper.log"
+        ) from error
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise KeeperError(f"{who} does not answer: {reason}", hint="keepstep status --all lists the runs") from error
+    finally:
+        connection.close()
+    if response.status != http.client.OK:
+        raise KeeperError(f"{who} answered {response.status}: {body[:200].decode(errors='replace').strip()}")
+    try:
+        return msgspec.json.decode(body, type=Status)
+    except msgspec.DecodeError as error:
+        raise KeeperError(
+            f"{who} answered with another status than this keepstep reads: {error}",
+            hint="use one version of keepstep on the node",
+        ) from error
+
+
+class _HttpOverUnix(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("keeper", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+# Control, on the other socket
+
+
+@contextlib.contextmanager
+def connect(identity: Identity, config: Config) -> Iterator[KeeperClient]:
+    """A control connection for the length of a `with` block."""
+    link = KeeperClient(identity, "cli", timeout_s=config.keeper.request_s)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def peer_pid(link: KeeperClient) -> int:
+    """The keeper's pid as this process sees it, 0 from another PID namespace: what the kernel says, not the keeper."""
+    with socket.socket(fileno=os.dup(link.fileno())) as sock:
+        size = struct.calcsize("3i")
+        pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0]
+    return pid
+
+
+@dataclass
+class Borrowed:
+    """The arenas of a node, by duplicates of the keeper's descriptors."""
+
+    arenas: list[Arena] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """arenas whose header is not sound, and what is wrong with it"""
+
+
+@contextlib.contextmanager
+def borrow_arenas(link: KeeperClient, config: Config) -> Iterator[Borrowed]:
+    """Look into the arenas without the keeper; the descriptors go back at the end of the block."""
+    hold, fds = link.request(WantArenas(), Hold, timeout_s=config.keeper.request_s)
+    borrowed = Borrowed()
+    try:
+        for arena_id, fd in zip(hold.arena_ids, fds, strict=True):
+            try:
+                arena = Arena.adopt(fd, run_id=link.identity.run_id, node_id=link.identity.node_id)
+                borrowed.arenas.append(arena)
+            except Error as error:
+                borrowed.refused[arena_id] = error.message
+        yield borrowed
+    finally:
+        for fd in fds:
+            os.close(fd)

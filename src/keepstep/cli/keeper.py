@@ -1,0 +1,53 @@
+"""`keepstep keeper`: this node's keeper in the foreground, for systemd, a sidecar or a DaemonSet.
+
+Logs JSON lines to standard error. SIGTERM and SIGINT end it and give the state up. Everything but the
+run, the node and the directory is set as for any keeper: KEEPSTEP_KEEPER_* or keepstep.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from keepstep.cli.client import add_choice, settings
+from keepstep.config import Config
+from keepstep.errors import ConfigError, KeeperError
+from keepstep.identity import Identity, identify
+from keepstep.keeper.__main__ import JsonLines
+from keepstep.keeper.lease import AlreadyRunningError
+from keepstep.keeper.runtime import Keeper
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_choice(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = settings(args)
+    identity = identify(config)
+    if not identity.outlives_launch:
+        raise ConfigError(
+            "a keeper must know which run it serves", hint="keepstep keeper --run-id NAME, the job's --rdzv-id"
+        )
+    _log_to_standard_error(config)
+    _make_keeper(identity, config).run()
+    return 0
+
+
+def _make_keeper(identity: Identity, config: Config) -> Keeper:
+    try:
+        return Keeper(identity, config)
+    except AlreadyRunningError as error:
+        raise KeeperError(
+            f"a keeper serves run {identity.run_id!r} on node {identity.node_id!r} already",
+            hint=f"keepstep status --run-id {identity.run_id}; keepstep release --run-id {identity.run_id} ends it",
+        ) from error
+
+
+def _log_to_standard_error(config: Config) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logger = logging.getLogger("keepstep")
+    logger.addHandler(handler)
+    logger.setLevel(config.keeper.log_level.upper())
+    logger.propagate = False

@@ -1,0 +1,93 @@
+"""`keepstep COMMAND ...`: finds the command, loads its file and no other, and turns errors into two lines.
+
+Loading lazily keeps `keepstep --help` and `keepstep status` fast and free of torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from types import MappingProxyType
+from typing import Protocol, cast
+
+from keepstep._version import VERSION
+from keepstep.errors import Error
+
+COMMANDS = MappingProxyType(
+    {
+        "run": "start a job: torchrun with a keeper on the node; takes torchrun's own arguments",
+        "keeper": "run this node's keeper in the foreground (systemd, sidecar, DaemonSet)",
+        "status": "a line per rank: what is held, how old it is, what a crash would cost now",
+        "inspect": "what the shared memory holds: arenas, slots, versions, tensors",
+        "verify": "check every sealed snapshot against its checksums",
+        "release": "give the state of a run up and end its keeper",
+        "doctor": "before a run: memory, limits, versions, settings",
+        "drill": "break something on purpose: kill-trainer, kill-keeper, flip-bits",
+        "demo": "the whole story on this machine: train, kill, restore, compare",
+    }
+)
+PASSED_THROUGH = frozenset({"run"})
+"""Commands whose arguments belong to another program, options included."""
+INTERRUPTED = 130
+READER_GONE = 141
+"""What a shell shows for programs that end by SIGINT and by SIGPIPE."""
+
+
+class Command(Protocol):
+    """What every command's module has."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code of the command; wrong usage leaves through argparse with 2."""
+    try:
+        code = _dispatch(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+    except Error as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"try: {error.hint}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # `keepstep status | head -1`: the interpreter flushes once more at its end, into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    chosen = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+    command = _load(chosen) if chosen else None
+    if command is not None and chosen in PASSED_THROUGH:
+        return command.run(argparse.Namespace(arguments=arguments[1:]))
+    args = _parser(chosen, command).parse_args(arguments)
+    assert command is not None, "argparse lets no unknown command through"
+    return command.run(args)
+
+
+def _load(name: str) -> Command:
+    return cast(Command, importlib.import_module(f"keepstep.cli.{name}"))
+
+
+def _parser(chosen: str, command: Command | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="keepstep", description="keepstep keeps every step of a PyTorch training run.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"keepstep {VERSION}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, text in COMMANDS.items():
+        own = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if name == chosen and command is not None:
+            command.add_arguments(own)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

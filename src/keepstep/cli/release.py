@@ -1,0 +1,118 @@
+"""`keepstep release`: give the state of a run up and end its keeper.
+
+Returns when the keeper's process is gone and its files with it, within `keeper.request_s`. What a killed
+keeper left behind is swept too, under the lock that a new keeper would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+from dataclasses import dataclass
+
+from keepstep.cli.client import Run, add_choice, choose_run, connect, fetch_status, find_runs, peer_pid, settings
+from keepstep.cli.tables import count, format_bytes
+from keepstep.config import Config
+from keepstep.errors import Error, KeeperError
+from keepstep.identity import Identity
+from keepstep.protocol import Done, Release
+
+LEASED = "leased"
+
+
+@dataclass(frozen=True)
+class Released:
+    memory_bytes: int
+    trainers: int
+    """that live, and hold the memory until they end"""
+
+    def __str__(self) -> str:
+        size = format_bytes(self.memory_bytes)
+        if self.trainers:
+            return f"its keeper is gone; {count(self.trainers, 'trainer')} still hold {size} until they end"
+        return f"its keeper is gone, {size} of memory are free"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_choice(parser)
+    parser.add_argument("--force", action="store_true", help="even while trainers of the run live")
+    parser.add_argument("--all", action="store_true", help="every run that neither a launcher nor a trainer uses")
+
+
+def run(args: argparse.Namespace) -> int:
+    config = settings(args)
+    if args.all:
+        return _release_unused(config)
+    dead = _find_dead(config)
+    if dead is not None:
+        _sweep(dead.identity)
+        print(f"run {dead}: its keeper was dead already, what it left is removed")
+        return 0
+    identity = choose_run(config)
+    released = release(identity, config, force=args.force)
+    print(f"run {identity.run_id!r} (node {identity.node_id!r}): {released}")
+    return 0
+
+
+def release(identity: Identity, config: Config, *, force: bool = False) -> Released:
+    """End one keeper. Refused while trainers live, unless forced."""
+    before = fetch_status(identity)
+    with connect(identity, config) as link:
+        pid = peer_pid(link)
+        pidfd = os.pidfd_open(pid) if pid else -1
+        try:
+            link.request(Release(force), Done, timeout_s=config.keeper.request_s)
+            _wait_until_gone(identity, pidfd, timeout_s=config.keeper.request_s)
+        finally:
+            if pidfd >= 0:
+                os.close(pidfd)
+    return Released(before.memory_bytes, sum(rank.alive for rank in before.ranks))
+
+
+def _wait_until_gone(identity: Identity, pidfd: int, *, timeout_s: float) -> None:
+    if pidfd < 0:  # another PID namespace: its end cannot be seen from here, and it has agreed to end
+        return
+    ended, _, _ = select.select([pidfd], [], [], timeout_s)
+    if not ended:
+        raise KeeperError(
+            f"the keeper of run {identity.run_id!r} has not ended within {timeout_s:g} s",
+            hint=f"see {identity.directory}/keeper.log; KEEPSTEP_KEEPER_REQUEST_S waits longer",
+        )
+
+
+def _find_dead(config: Config) -> Run | None:
+    """The one run that is meant, if its keeper is dead: there is nobody to ask."""
+    runs = [run for run in find_runs(config) if config.run_id in ("", run.identity.run_id)]
+    runs = [run for run in runs if config.node_id in ("", run.identity.node_id)]
+    return runs[0] if len(runs) == 1 and not runs[0].alive else None
+
+
+def _sweep(identity: Identity) -> None:
+    from keepstep.keeper.lease import Post
+
+    Post(identity).close()
+
+
+def _release_unused(config: Config) -> int:
+    """A run in use is passed over; one that fails does not keep the others."""
+    failed = False
+    runs = find_runs(config)
+    for run in runs:
+        try:
+            print(f"run {run}: {_release_one(run, config)}")
+        except Error as error:
+            failed = True
+            print(f"run {run}: {error}")
+    if not runs:
+        print("no keeper of this user runs on this node")
+    return 1 if failed else 0
+
+
+def _release_one(run: Run, config: Config) -> str:
+    if not run.alive:
+        _sweep(run.identity)
+        return "its keeper was dead already, what it left is removed"
+    if fetch_status(run.identity).keeper.state != LEASED:
+        return "in use, left alone"
+    return str(release(run.identity, config))

@@ -1,0 +1,161 @@
+"""A connection to the keeper of this node, for trainers, launchers and the command line.
+
+One thread reads. Answers go to whoever waits for their ticket; everything else goes to `on_push`.
+When the connection ends, waiting requests fail at once and `on_lost` is told; coming back is the
+caller's business. Nothing here starts a keeper (see spawn.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+from keepstep import faults
+from keepstep.errors import KeeperError
+from keepstep.identity import Identity
+from keepstep.protocol import PROTOCOL, FrameError, FrameReader, Hello, Refused, Welcome, receive, send
+
+CONNECT_S = 5.0
+Push = Callable[[Any, list[int]], None]
+M = TypeVar("M")
+
+
+def _ignore(message: Any, fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+class KeeperClient:
+    """One connection. Raises KeeperError from the constructor when there is no keeper to talk to."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        role: str,
+        *,
+        timeout_s: float = CONNECT_S,
+        on_push: Push = _ignore,
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.identity = identity
+        self._on_push, self._on_lost = on_push, on_lost
+        self._tickets = itertools.count(1)
+        self._waiting: dict[int, Future[tuple[Any, list[int]]]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._socket = _connect(identity, timeout_s)
+        self._thread = threading.Thread(target=self._read, name="keepstep-link", daemon=True)
+        self._thread.start()
+        try:
+            self.welcome, _ = self.request(
+                Hello(PROTOCOL, identity.run_id, identity.node_id, role), Welcome, timeout_s=timeout_s
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def lost(self) -> bool:
+        return self._closed
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def post(self, message: Any, fds: list[int] | None = None) -> None:
+        """Send and expect no answer."""
+        faults.point(f"send.{type(message).__name__}")
+        try:
+            with self._lock:
+                send(self._socket, message, fds)
+        except OSError as error:
+            raise KeeperError(f"the keeper is gone: {error.strerror}", hint="it is started again by itself") from error
+
+    def request(
+        self, message: Any, expect: type[M], *, timeout_s: float, fds: list[int] | None = None
+    ) -> tuple[M, list[int]]:
+        """Send, wait for the answer, raise what the keeper refused with."""
+        import msgspec
+
+        ticket = next(self._tickets)
+        future: Future[tuple[Any, list[int]]] = Future()
+        self._waiting[ticket] = future
+        try:
+            if self._closed:
+                raise KeeperError("the connection to the keeper is closed")
+            self.post(msgspec.structs.replace(message, ticket=ticket), fds)
+            answer, received = future.result(timeout_s)
+        except FutureTimeout:
+            raise KeeperError(
+                f"the keeper did not answer {type(message).__name__} within {timeout_s:g} s",
+                hint="keepstep status shows what it is doing; KEEPSTEP_KEEPER_REQUEST_S waits longer",
+            ) from None
+        finally:
+            self._waiting.pop(ticket, None)
+        if isinstance(answer, Refused):
+            raise answer.error()
+        if not isinstance(answer, expect):
+            raise KeeperError(f"the keeper answered {type(message).__name__} with {type(answer).__name__}")
+        return answer, received
+
+    def close(self) -> None:
+        """End the connection; the reading thread ends by itself."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+        self._socket.close()
+
+    def close_in_forked_child(self) -> None:
+        """A forked data-loader worker must not keep the connection open after its parent's death."""
+        with contextlib.suppress(OSError):
+            os.close(self._socket.detach())
+
+    def _read(self) -> None:
+        reader = FrameReader()
+        try:
+            while True:
+                data, fds = receive(self._socket)
+                if not data:
+                    break
+                for message, with_fds in reader.feed(data, fds):
+                    self._deliver(message, with_fds)
+        except (OSError, FrameError):
+            pass
+        finally:
+            reader.close()
+            was_closed, self._closed = self._closed, True
+            for future in list(self._waiting.values()):
+                if not future.done():
+                    future.set_exception(KeeperError("the keeper is gone", hint="it is started again by itself"))
+            if not was_closed:
+                self._on_lost()
+
+    def _deliver(self, message: Any, fds: list[int]) -> None:
+        future = self._waiting.get(getattr(message, "ticket", 0) or 0)
+        if future is not None and not future.done():
+            future.set_result((message, fds))
+        else:
+            self._on_push(message, fds)
+
+
+def _connect(identity: Identity, timeout_s: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(str(identity.control_socket))
+    except OSError as error:
+        sock.close()
+        raise KeeperError(
+            f"no keeper answers for run {identity.run_id!r} on node {identity.node_id!r}: {error.strerror or error}",
+            hint="keepstep status lists the runs of this node",
+        ) from error
+    sock.settimeout(None)
+    return sock

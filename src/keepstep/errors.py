@@ -1,0 +1,52 @@
+"""Every error keepstep raises.
+
+    Error
+    ├── ConfigError       a setting is unknown, malformed or cannot work together with another
+    ├── KeeperError       the keeper cannot be started, reached, or refuses what was asked
+    ├── CaptureError      the state holds something that cannot be captured exactly
+    ├── IntegrityError    bytes do not match their checksum
+    └── RecoveryError     there is state of this run, and it cannot be given back
+
+Save-side faults never raise out of `take` (training goes on): they are counted, logged and shown.
+Restore-side faults always raise. `hint` is what to do next; the command line prints it as `try:`.
+"""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """What happened, and in `hint` what to do about it."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} (try: {self.hint})" if self.hint else self.message
+
+
+class ConfigError(Error):
+    """A setting is unknown, malformed or contradicts another one."""
+
+
+class KeeperError(Error):
+    """The keeper cannot be started, cannot be reached, or refuses the request."""
+
+
+class CaptureError(Error):
+    """The state holds something that cannot be captured and given back exactly."""
+
+
+class IntegrityError(Error):
+    """Bytes do not match their checksum."""
+
+
+class RecoveryError(Error):
+    """State of this run exists, or should, and it cannot be given back."""
+
+
+KINDS: dict[str, type[Error]] = {
+    cls.__name__: cls for cls in (ConfigError, KeeperError, CaptureError, IntegrityError, RecoveryError)
+}
+"""Error classes by name: how a refusal crosses the socket and is raised again as itself."""

@@ -1,0 +1,1 @@
+"""keepstep inside other people's launchers and trainers: one file per seam, no monkeypatching."""

@@ -1,0 +1,232 @@
+"""The launcher's hand on the node's keeper: starts it, holds its memory too, gives that back when it died.
+
+Invariants:
+- Only the helper thread connects and starts keepers; everybody else waits for it.
+- What a keeper asked to hold stays open until a keeper says to forget it or says that it ends on purpose.
+- A keeper hears LauncherHello only after everything held was given back, empty hands included: until
+  then an empty keeper of a later incarnation does not decide that there is nothing to restore.
+- A keeper that ended on purpose is not replaced before somebody asks for one (`status`).
+
+Written by the keeper (Hold, Ending), read by nobody else: this process never maps what it holds.
+Nothing here knows of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from keepstep.client import KeeperClient
+from keepstep.config import Config
+from keepstep.errors import Error, KeeperError
+from keepstep.identity import Identity
+from keepstep.protocol import (
+    Adopted,
+    Done,
+    Ending,
+    GiveBack,
+    Held,
+    Hold,
+    LauncherHello,
+    Release,
+    StatusIs,
+    WantStatus,
+)
+from keepstep.spawn import start_keeper
+from keepstep.types import Status
+
+FDS_PER_MESSAGE = 60  # the protocol carries 64
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 2.0
+SETTLED_S = 1.0  # a keeper that lived this long is not in a crash loop
+CLOSE_S = 5.0  # a keeper that does not answer holds the end of the launcher up no longer than this
+
+log = logging.getLogger("keepstep.launcher")
+
+
+class Holder:
+    """The connection of one launcher to its node's keeper, for as long as the launcher lives."""
+
+    def __init__(self, identity: Identity, config: Config) -> None:
+        self._identity, self._config = identity, config
+        self._changed = threading.Condition()
+        self._fds: dict[str, int] = {}
+        self._client: KeeperClient | None = None
+        self._wanted = self._closed = False
+        self._failures = 0
+        self._problem: Error | OSError | None = None
+        self._thread = threading.Thread(target=self._supervise, name="keepstep-holder", daemon=True)
+
+    def status(self, *, timeout_s: float, patient: bool) -> Status:
+        """What the keeper says of itself; one is started if none is up.
+
+        Not patient: the first failed attempt raises. Patient: attempts go on until `timeout_s` is over.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            client = self._connected_client(deadline, patient)
+            try:
+                left = max(deadline - time.monotonic(), 0.1)
+                answer, _ = client.request(WantStatus(), StatusIs, timeout_s=left)
+                return msgspec.json.decode(answer.json, type=Status)
+            except KeeperError:
+                if not client.lost or time.monotonic() >= deadline:
+                    raise
+
+    def close(self) -> None:
+        """End the connection and let go of everything; a keeper that keeps nothing is told to end."""
+        with self._changed:
+            self._closed = True
+            client, self._client = self._client, None
+            self._changed.notify_all()
+        if client is not None:
+            with contextlib.suppress(Error):
+                _release_if_idle(client)
+            client.close()
+        self._forget_all()
+
+    def _connected_client(self, deadline: float, patient: bool) -> KeeperClient:
+        with self._changed:
+            if self._closed:
+                raise KeeperError("this launcher has shut down")
+            if self._thread.ident is None:
+                self._thread.start()
+            self._wanted, failures = True, self._failures
+            self._changed.notify_all()
+            while self._client is None or self._client.lost:
+                left = deadline - time.monotonic()
+                if left <= 0 or (self._failures > failures and not patient):
+                    raise KeeperError(
+                        f"this node's keeper is not up: {self._problem or 'it did not answer in time'}",
+                        hint="keepstep doctor; KEEPSTEP_KEEPER_START_S waits longer",
+                    ) from self._problem
+                self._changed.wait(left)
+            return self._client
+
+    # The helper thread
+
+    def _supervise(self) -> None:
+        delay, last_attempt = 0.0, float("-inf")
+        while self._needed():
+            settled = time.monotonic() - last_attempt > SETTLED_S
+            delay = 0.0 if settled else min(max(2 * delay, FIRST_BACKOFF_S), LONGEST_BACKOFF_S)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, timeout=delay)
+            try:
+                self._connect()
+            except (Error, OSError) as error:
+                self._failed(error)
+            last_attempt = time.monotonic()
+
+    def _failed(self, error: Error | OSError) -> None:
+        with self._changed:
+            if str(error) != str(self._problem) and not self._closed:
+                log.warning("the keeper of this node cannot be reached, trying again: %s", error)
+            self._failures += 1
+            self._problem = error
+            self._changed.notify_all()
+
+    def _needed(self) -> bool:
+        """Wait until a connection is wanted and missing. False when the launcher ends."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or (self._wanted and (self._client is None or self._client.lost))
+            )
+            return not self._closed
+
+    def _connect(self) -> None:
+        with self._changed:
+            lost, self._client = self._client, None
+        if lost is not None:
+            lost.close()
+        client = self._reach()
+        try:
+            self._give_back(client)
+            client.request(LauncherHello(os.getpid()), Done, timeout_s=self._config.keeper.request_s)
+            with self._changed:
+                if self._closed:
+                    raise KeeperError("this launcher has shut down")
+                self._client, self._problem = client, None
+                held = list(self._fds)
+                self._changed.notify_all()
+            client.post(Held(held))
+        except BaseException:
+            client.close()
+            raise
+
+    def _reach(self) -> KeeperClient:
+        """The keeper that is there (trainers may have been quicker), else a new one."""
+        try:
+            return self._open()
+        except KeeperError:
+            start_keeper(self._identity, self._config)
+            return self._open()
+
+    def _open(self) -> KeeperClient:
+        return KeeperClient(self._identity, "launcher", on_push=self._pushed, on_lost=self._lost)
+
+    def _give_back(self, client: KeeperClient) -> None:
+        with contextlib.ExitStack() as duplicates:
+            held: list[tuple[str, int]] = []
+            with self._changed:  # duplicates: the keeper may say forget while they are on their way
+                for arena_id, fd in self._fds.items():
+                    held.append((arena_id, os.dup(fd)))
+                    duplicates.callback(os.close, held[-1][1])
+            for start in range(0, len(held), FDS_PER_MESSAGE):
+                ids, fds = zip(*held[start : start + FDS_PER_MESSAGE], strict=True)
+                timeout_s = self._config.keeper.request_s
+                answer, _ = client.request(GiveBack(list(ids)), Adopted, timeout_s=timeout_s, fds=list(fds))
+                for arena_id, reason in answer.refused.items():
+                    # It stays in our hands: the next keeper may take it, and nothing else has these bytes.
+                    log.error("the keeper refused arena %s: %s", arena_id, reason)
+
+    # What the keeper says, on the connection's own thread
+
+    def _pushed(self, message: Any, fds: list[int]) -> None:
+        if isinstance(message, Hold):
+            self._hold(message, fds)
+            return
+        for fd in fds:
+            os.close(fd)
+        if isinstance(message, Ending):
+            log.info("the keeper ends: %s", message.reason)
+            with self._changed:
+                self._wanted = False
+            self._forget_all()
+
+    def _hold(self, hold: Hold, fds: list[int]) -> None:
+        with self._changed:
+            for arena_id, fd in zip(hold.arena_ids, fds, strict=True):
+                if arena_id in self._fds or self._closed:
+                    os.close(fd)
+                else:
+                    self._fds[arena_id] = fd
+            for arena_id in hold.forget:
+                if arena_id in self._fds:
+                    os.close(self._fds.pop(arena_id))
+            client = self._client
+        if client is not None:  # else the connection is being made, and says Held at its end
+            with contextlib.suppress(KeeperError):
+                client.post(Held(hold.arena_ids))
+
+    def _lost(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _forget_all(self) -> None:
+        with self._changed:
+            while self._fds:
+                os.close(self._fds.popitem()[1])
+
+
+def _release_if_idle(client: KeeperClient) -> None:
+    """A keeper without memory that nobody else talks to would only wait for its lease."""
+    answer, _ = client.request(WantStatus(), StatusIs, timeout_s=CLOSE_S)
+    status = msgspec.json.decode(answer.json, type=Status)
+    if status.memory_bytes == 0 and status.keeper.holders <= 1:
+        client.request(Release(), Done, timeout_s=CLOSE_S)

@@ -1,0 +1,103 @@
+"""`torchrun --rdzv-backend=keepstep`: the entry point, what it refuses, and `keepstep run`'s defaults.
+
+torch loads the entry point in every process that imports its rendezvous, chosen or not: importing this
+module imports no torch and does nothing. Everything begins in `create`, in the agent's process only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepstep.config import Config, resolve
+from keepstep.errors import ConfigError
+from keepstep.identity import NO_ID, Identity, identify
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+BACKEND = "keepstep"
+LOCAL_ENDPOINT = "localhost:0"
+MAX_RESTARTS = 1_000_000  # keepstep keeps its own budget, launch.restarts per launch.window_s
+
+
+def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    return create
+
+
+def create(params: RendezvousParameters) -> RendezvousHandler:
+    """Called by torchrun when this backend was chosen."""
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+    from keepstep.integrations.rendezvous import KeptRendezvous
+
+    config = resolve()
+    identity = _identify(config, params.run_id)
+    if params.max_nodes > 1 and _max_restarts() == 0:
+        raise ConfigError(
+            "--max-restarts=0 (torchrun's default) ends the job when a node is lost: "
+            "the workers on the other nodes fail, and a failure needs a restart",
+            hint=f"--max-restarts={MAX_RESTARTS}, or keepstep run, which sets it",
+        )
+    if params.max_nodes == 1 and not params.endpoint:
+        params.endpoint = LOCAL_ENDPOINT  # torch's default port is one for all jobs of a machine
+    backend, store = create_backend(params)
+    return KeptRendezvous(create_handler(store, backend, params), params, identity=identity, config=config)
+
+
+def _identify(config: Config, rendezvous_id: str) -> Identity:
+    if not config.run_id and rendezvous_id in NO_ID:
+        raise ConfigError(
+            "this job has no name, and its state must not be mixed with another job's", hint="--rdzv-id=<a name>"
+        )
+    return identify(config, environ={**os.environ, "TORCHELASTIC_RUN_ID": rendezvous_id})
+
+
+def _max_restarts() -> int | None:
+    """What torchrun was given, or None when this process is some other launcher."""
+    program = Path(sys.argv[0])
+    if program.name != "torchrun" and program.parts[-3:] != ("torch", "distributed", "run.py"):
+        return None
+    from torch.distributed.run import get_args_parser
+
+    return int(get_args_parser().parse_args(sys.argv[1:]).max_restarts)
+
+
+def torchrun_arguments(arguments: list[str]) -> list[str]:
+    """torchrun's arguments with our defaults in front, where neither they nor PET_* say otherwise.
+
+    torchrun's own parser reads them, so that every spelling it takes is understood here too; as there,
+    malformed arguments end the process with its usage message. The script and what follows stay untouched.
+    """
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+    parser = get_args_parser()
+    parser.set_defaults(rdzv_backend=None, rdzv_endpoint=None, rdzv_id=None, max_restarts=None)
+    given = parser.parse_args(arguments)
+    one_node = parse_min_max_nnodes(given.nnodes)[1] == 1
+    if _choice(given, "rdzv_backend") not in (None, BACKEND):
+        return arguments  # somebody else's rendezvous: our budget of restarts is not in force there
+    if given.standalone:  # torchrun would put its own backend and a new id in the place of ours
+        options = len(arguments) - 1 - len(given.training_script_args)
+        arguments = [a for a in arguments[:options] if not a.startswith("--stan")] + arguments[options:]
+    defaults = {"rdzv_backend": BACKEND, "max_restarts": str(MAX_RESTARTS)}
+    run_id = os.environ.get("KEEPSTEP_RUN_ID", "")
+    if one_node:
+        defaults["rdzv_endpoint"] = LOCAL_ENDPOINT
+        run_id = run_id or f"launch-{uuid.uuid4().hex}"
+    if run_id:
+        defaults["rdzv_id"] = run_id
+    missing = {name: value for name, value in defaults.items() if _choice(given, name) is None}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in missing.items()] + arguments
+
+
+def _choice(given: Namespace, name: str) -> object:
+    """What the arguments say, else what torchrun takes from the environment, else None."""
+    argument = getattr(given, name)
+    return os.environ.get(f"PET_{name.upper()}") if argument is None else argument

@@ -1,0 +1,117 @@
+"""`python -m keepstep.keeper [--detach]`: run this node's keeper, settings from the environment.
+
+With --detach the first process ends when the keeper listens (0), when one runs already (75), or with
+the reason on standard error (1). The keeper itself has no terminal, no parent and no open pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from keepstep.config import Config, resolve
+from keepstep.errors import Error
+from keepstep.identity import Identity, identify
+from keepstep.keeper.lease import AlreadyRunningError
+from keepstep.keeper.runtime import Keeper
+from keepstep.spawn import ALREADY_RUNNING
+
+# Killing the keeper would free nothing while trainers hold the memory: ask the OOM killer to look elsewhere.
+OOM_SCORE = "-500"
+_LOG_FIELDS = set(vars(logging.makeLogRecord({})))
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = {k: v for k, v in vars(record).items() if k not in _LOG_FIELDS}
+        line = {"time": round(time.time(), 3), "level": record.levelname, "event": record.getMessage(), **fields}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        config = resolve()
+        identity = identify(config)
+        if "--detach" in arguments:
+            return _detach(identity, config)
+        _log_to(None, config)
+        Keeper(identity, config).run()
+    except AlreadyRunningError as error:
+        print(error, file=sys.stderr)
+        return ALREADY_RUNNING
+    except Error as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _detach(identity: Identity, config: Config) -> int:
+    """Fork twice; tell the first process through a pipe how it went."""
+    read, write = os.pipe()
+    if os.fork():
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            answer = pipe.read()
+        if answer == "ok":
+            return 0
+        code, _, text = answer.partition(" ")
+        print(text or "the keeper died while it started", file=sys.stderr)
+        return int(code) if code.isdigit() else 1
+    os.close(read)
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    _serve_detached(identity, config, write)
+    os._exit(0)
+
+
+def _serve_detached(identity: Identity, config: Config, write: int) -> None:
+    try:
+        keeper = Keeper(identity, config)
+        _close_standard_streams()
+        _log_to(Path(config.keeper.log_file) if config.keeper.log_file else identity.directory / "keeper.log", config)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+    except AlreadyRunningError as error:
+        os.write(write, f"{ALREADY_RUNNING} {error}".encode())
+        os._exit(ALREADY_RUNNING)
+    except BaseException as error:
+        os.write(write, f"1 {error}".encode())
+        os._exit(1)
+    os.write(write, b"ok")
+    os.close(write)
+    try:
+        keeper.run()
+    except BaseException:
+        logging.getLogger("keepstep.keeper").exception("the keeper failed")
+        os._exit(1)
+
+
+def _close_standard_streams() -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    os.close(null)
+
+
+def _log_to(path: Path | None, config: Config) -> None:
+    handler: logging.Handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logger = logging.getLogger("keepstep")
+    logger.addHandler(handler)
+    logger.setLevel(config.keeper.log_level.upper())
+    logger.propagate = False
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

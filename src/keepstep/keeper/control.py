@@ -1,0 +1,94 @@
+"""One connection on the control socket: who is there, what came, what waits to be sent.
+
+Peers are checked (same user), bytes are bounded both ways. A peer that sends rubbish or does not read
+is cut off; nobody else notices.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+from collections import deque
+from typing import Any
+
+from keepstep.protocol import FrameError, FrameReader, pack, receive
+
+MAX_QUEUED_BYTES = 4 << 20
+
+
+class Connection:
+    """A non-blocking control connection. Raises FrameError for anything that must end it."""
+
+    def __init__(self, number: int, sock: socket.socket) -> None:
+        self.number = number
+        self.sock = sock
+        sock.setblocking(False)
+        self.pid, self.uid = _peer(sock)
+        self.role = ""
+        self.held: set[str] = set()
+        self.offered: set[str] = set()
+        self._reader = FrameReader()
+        self._queue: deque[tuple[memoryview, list[int]]] = deque()
+        self._queued_bytes = 0
+
+    @property
+    def wants_to_send(self) -> bool:
+        return bool(self._queue)
+
+    def read(self) -> list[tuple[Any, list[int]]] | None:
+        """Messages that have arrived; None when the peer has closed."""
+        try:
+            data, fds = receive(self.sock)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        return self._reader.feed(data, fds) if data else None
+
+    def queue(self, message: Any, fds: list[int] | None = None) -> None:
+        """Send `message`, with duplicates of `fds` beside it."""
+        frame = pack(message, len(fds or []))
+        self._queued_bytes += len(frame)
+        if self._queued_bytes > MAX_QUEUED_BYTES:
+            raise FrameError("the peer does not read what it is sent")
+        self._queue.append((memoryview(frame), [os.dup(fd) for fd in fds or []]))
+        self.flush()
+
+    def flush(self) -> None:
+        while self._queue:
+            frame, fds = self._queue[0]
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                sent = self.sock.sendmsg([frame], ancillary)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise FrameError(f"the peer is gone: {error.strerror}") from error
+            _close_all(fds)
+            self._queued_bytes -= sent
+            if sent < len(frame):
+                self._queue[0] = (frame[sent:], [])
+                return
+            self._queue.popleft()
+
+    def close(self) -> None:
+        self._reader.close()
+        for _, fds in self._queue:
+            _close_all(fds)
+        self._queue.clear()
+        with contextlib.suppress(OSError):
+            self.sock.close()
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    size = struct.calcsize("3i")
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid

@@ -1,0 +1,215 @@
+"""What reaches the keeper's core, and what the core wants done. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.arena.header import Grant, Ledger
+from keepstep.protocol import ArenaNeed, Register
+from keepstep.types import Version
+
+Conn = int
+"""a connection, by its number"""
+
+
+@dataclass(frozen=True)
+class SlotFound:
+    """A slot of an arena that came from elsewhere, as its headers describe it."""
+
+    index: int
+    state: str
+    version: Version | None
+    rank: int
+    world_size: int
+    local_world_size: int
+    size_bytes: int
+
+
+# Events
+
+
+@dataclass(frozen=True)
+class TrainerRegisters:
+    conn: Conn
+    pid: int
+    alive: bool
+    register: Register
+    nonce: int
+    """for a new incarnation, drawn by the runtime: the core draws nothing"""
+
+
+@dataclass(frozen=True)
+class LauncherSeen:
+    """A launcher has connected, and has given back all it held."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class ProcessDied:
+    pid: int
+
+
+@dataclass(frozen=True)
+class ArenaWanted:
+    conn: Conn
+    ticket: int
+    need: ArenaNeed
+    slots: int
+    memory_limit_bytes: int
+
+
+@dataclass(frozen=True)
+class ArenaAdded:
+    """Created for a request, or adopted from a holder."""
+
+    arena_id: str
+    local_index: int
+    generation: int
+    size_bytes: int
+    capacity: ArenaNeed
+    slots: tuple[SlotFound, ...]
+    ledger: Ledger | None
+    grant: Grant | None
+
+
+@dataclass(frozen=True)
+class SnapshotCommitted:
+    conn: Conn
+    arena_id: str
+    slot: int
+    version: Version
+
+
+@dataclass(frozen=True)
+class GrantVoid:
+    conn: Conn
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True)
+class SlotSealed:
+    """The work on a slot ended; `problem` is empty when it is sealed."""
+
+    arena_id: str
+    slot: int
+    version: Version | None
+    rank: int
+    world_size: int
+    local_world_size: int
+    size_bytes: int
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class SlotVerified:
+    arena_id: str
+    slot: int
+    version: Version
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class RestoreWanted:
+    conn: Conn
+    ticket: int
+
+
+@dataclass(frozen=True)
+class RankLoaded:
+    conn: Conn
+    ticket: int
+    step: int | None
+
+
+@dataclass(frozen=True)
+class TrainerLeaves:
+    conn: Conn
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Tick:
+    pass
+
+
+# Effects
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message; `arena_id` names the arena whose descriptor goes with it."""
+
+    conn: Conn
+    message: Any
+    arena_id: str = ""
+
+
+@dataclass(frozen=True)
+class WriteGrant:
+    arena_id: str
+    grant: Grant
+
+
+@dataclass(frozen=True)
+class WriteLedger:
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class SealSlot:
+    """Seal what was committed; None: whatever the slot holds, if its writer finished it."""
+
+    arena_id: str
+    slot: int
+    version: Version | None
+
+
+@dataclass(frozen=True)
+class VerifySlot:
+    arena_id: str
+    slot: int
+    version: Version
+
+
+@dataclass(frozen=True)
+class CreateArena:
+    wanted: ArenaWanted
+    local_index: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class DropArena:
+    arena_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The keeper's own end: everything it holds goes."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Log:
+    level: str
+    text: str
+    fields: dict[str, Any]
+
+
+Effect = Send | WriteGrant | WriteLedger | SealSlot | VerifySlot | CreateArena | DropArena | Kill | End | Log
+Event = (
+    TrainerRegisters | LauncherSeen | ProcessDied | ArenaWanted | ArenaAdded | SnapshotCommitted | GrantVoid
+    | SlotSealed | SlotVerified | RestoreWanted | RankLoaded | TrainerLeaves | Tick
+)  # fmt: skip
+

@@ -1,0 +1,193 @@
+"""Status and metrics, and HTTP for both on the second socket (GET /status, /metrics, /healthz).
+
+curl, the command line and the dashboard read the same thing:
+    curl --unix-socket <runtime dir>/<key>/http.sock http://keeper/status
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import msgspec
+
+from keepstep._version import VERSION
+from keepstep.identity import Identity
+from keepstep.keeper.core import FENCING, SEALED, SERVING, ArenaState, Core, Member, Slot
+from keepstep.types import KeeperStatus, RankStatus, SlotStatus, Status, Survives, Version
+
+REQUEST_S = 10.0
+
+
+def status_of(core: Core, identity: Identity, *, instance: str, started: float, holders: int) -> Status:
+    """The status contract, from what the core knows at this moment."""
+    indexes = sorted({arena.local_index for arena in core.arenas.values()} | set(core.members))
+    complete = core.coordinator.complete
+    ages = [s.sealed_at for a in core.arenas.values() for s in a.slots if s.version == complete and s.sealed_at]
+    keeper = KeeperStatus(
+        pid=os.getpid(), instance=instance, version=VERSION, uptime_s=core.now - started, state=_state(core),
+        launcher_alive=bool(core.launchers), lease_left_s=core.lease_left_s(), holders=holders,
+    )  # fmt: skip
+    return Status(
+        run_id=identity.run_id, node_id=identity.node_id, keeper=keeper, incarnation=core.incarnation.number,
+        step=complete.step if complete else None, age_s=core.now - max(ages) if ages else None,
+        survives=_survives(complete is not None).name.lower(), losses_covered=0, exposed=False,
+        base_step=core.coordinator.base.step if core.coordinator.base else None,
+        ranks=[_rank_status(core, index) for index in indexes],
+        memory_bytes=sum(arena.size_bytes for arena in core.arenas.values()),
+        counters=dict(core.counters), problems=_problems(core, complete),
+    )  # fmt: skip
+
+
+def _state(core: Core) -> str:
+    if core.lease_since is not None:
+        return "leased"
+    return core.state
+
+
+def _survives(there: bool) -> Survives:
+    return Survives.PROCESS if there else Survives.NOTHING
+
+
+def _problems(core: Core, complete: Version | None) -> list[str]:
+    found = list(core.problems)
+    if core.state == SERVING and core.members and complete is None:
+        found.append("no version is complete yet: a crash now would start the run again")
+    if core.state == FENCING:
+        found.append("waiting for trainers of an older incarnation to die")
+    return found
+
+
+def _rank_status(core: Core, index: int) -> RankStatus:
+    member: Member | None = core.members.get(index)
+    arenas = [a for a in core.arenas.values() if a.local_index == index]
+    arena: ArenaState | None = max(arenas, key=lambda a: a.generation, default=None)
+    slots = [s for a in arenas for s in a.slots]
+    newest = max((s for s in slots if s.state == SEALED and s.version), key=_version_of, default=None)
+    complete = core.coordinator.complete
+    return RankStatus(
+        rank=member.register.rank if member else (newest.rank if newest else index),
+        local_index=index, pid=member.pid if member else 0, alive=bool(member and member.alive),
+        progress=core.progress.get(index), step=newest.version.step if newest and newest.version else None,
+        age_s=core.now - newest.sealed_at if newest and newest.sealed_at is not None else None,
+        survives=_survives(any(s.version == complete for s in slots) and complete is not None).name.lower(),
+        arena_bytes=sum(a.size_bytes for a in arenas),
+        slots=[_slot_status(slot) for slot in (arena.slots if arena else [])],
+    )  # fmt: skip
+
+
+def _version_of(slot: Slot) -> Version:
+    assert slot.version is not None
+    return slot.version
+
+
+def _slot_status(slot: Slot) -> SlotStatus:
+    version = slot.version
+    return SlotStatus(
+        slot.index, slot.state, version.step if version else None,
+        version.incarnation.number if version else None, slot.size_bytes,
+    )  # fmt: skip
+
+
+def metrics(status: Status) -> bytes:
+    """The status as Prometheus text. The library is imported on first use: most keepers are never scraped."""
+    from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+    registry = CollectorRegistry()
+    names = ["run_id", "node_id"]
+    values = [status.run_id, status.node_id]
+
+    def gauge(name: str, text: str, value: float | None) -> None:
+        if value is not None:
+            Gauge(f"keepstep_{name}", text, names, registry=registry).labels(*values).set(value)
+
+    gauge("step", "newest step complete on all ranks", status.step)
+    gauge("age_seconds", "seconds since that version was sealed", status.age_s)
+    gauge("survives", "0 nothing, 1 process, 2 node, 3 cluster", Survives[status.survives.upper()].value)
+    gauge("incarnation", "lives of the job so far", status.incarnation)
+    gauge("memory_bytes", "shared memory held for this run", status.memory_bytes)
+    gauge("holders", "processes besides the keeper that hold all of it", status.keeper.holders)
+    gauge("trainers_alive", "registered trainers that live", sum(rank.alive for rank in status.ranks))
+    gauge("problems", "sentences in the status that a person should read", len(status.problems))
+    gauge("keeper_uptime_seconds", "seconds since the keeper started", status.keeper.uptime_s)
+    for name, value in sorted(status.counters.items()):
+        Counter(f"keepstep_{name}", f"count of {name}", names, registry=registry).labels(*values).inc(value)
+    progress = Gauge("keepstep_rank_progress", "step of the last take", [*names, "rank"], registry=registry)
+    for rank in status.ranks:
+        if rank.progress is not None:
+            progress.labels(*values, str(rank.rank)).set(rank.progress)
+    return generate_latest(registry)
+
+
+class HttpServer:
+    """Serves GET requests in threads of their own; `read_status` hands over to the keeper's loop."""
+
+    def __init__(self, sock: socket.socket, read_status: Callable[[], Status]) -> None:
+        self._server = _Server(sock, read_status)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="keepstep-http", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join(timeout=5)
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.BaseServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, sock: socket.socket, read_status: Callable[[], Status]) -> None:
+        super().__init__("keeper", _Request)
+        self.socket = sock
+        self.read_status = read_status
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        sock, _ = self.socket.accept()
+        sock.settimeout(REQUEST_S)
+        return sock, ("keeper", 0)
+
+    def shutdown_request(self, request: Any) -> None:
+        request.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no event."""
+
+
+class _Request(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        if self.path == "/healthz":
+            self._send(200, "text/plain", b"ok\n")
+            return
+        if self.path not in ("/status", "/metrics"):
+            self._send(404, "text/plain", b"try /status, /metrics or /healthz\n")
+            return
+        try:
+            status = self.server.read_status()
+        except TimeoutError:
+            self._send(503, "text/plain", b"the keeper is busy\n")
+            return
+        if self.path == "/status":
+            self._send(200, "application/json", msgspec.json.encode(status))
+        else:
+            self._send(200, "text/plain; version=0.0.4", metrics(status))
+
+    def _send(self, code: int, kind: str, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not worth a line each."""
+

@@ -1,0 +1,480 @@
+"""The keeper's loop: sockets, pidfds and timers in; the core decides; effects out.
+
+One thread owns the core. Work on bytes happens in `work`, HTTP in its own thread; both come back
+through a queue that wakes the loop. A connection that misbehaves is closed and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from keepstep.arena.slots import Arena
+from keepstep.config import Config
+from keepstep.errors import Error, KeeperError
+from keepstep.identity import Identity
+from keepstep.keeper import events as e
+from keepstep.keeper import report, work
+from keepstep.keeper.control import Connection
+from keepstep.keeper.core import SEALED, Core, Limits
+from keepstep.keeper.lease import Post
+from keepstep.protocol import (
+    PROTOCOL,
+    Adopted,
+    ArenaGiven,
+    Committed,
+    Done,
+    Ending,
+    FrameError,
+    GiveBack,
+    Goodbye,
+    Held,
+    Hello,
+    Hold,
+    LauncherHello,
+    Loaded,
+    Refused,
+    Register,
+    Release,
+    StatusIs,
+    Verified,
+    VerifyResult,
+    Void,
+    WantArena,
+    WantArenas,
+    WantRestore,
+    WantStatus,
+    WantVerify,
+    Welcome,
+)  # fmt: skip
+from keepstep.types import Status
+
+TICK_S = 0.25
+MAX_CONNECTIONS = 256
+STATUS_S = 5.0
+
+log = logging.getLogger("keepstep.keeper")
+
+
+class Keeper:
+    """Runs until released, told to end, or its lease is over."""
+
+    def __init__(self, identity: Identity, config: Config) -> None:
+        self.identity = identity
+        self.instance = secrets.token_hex(16)
+        self.post = Post(identity)
+        limits = Limits(config.keeper.lease_s, config.keeper.fence_s, config.keeper.orphan_s)
+        self.core = Core(limits)
+        self.arenas: dict[str, Arena] = {}
+        self.connections: dict[int, Connection] = {}
+        self.pidfds: dict[int, int] = {}
+        self.ending = ""
+        self.started = time.monotonic()
+        self._next_connection = 1
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.work = work.Work(
+            identity, bytes.fromhex(self.instance), config.keeper.seal_threads, lambda ev: self._later(self._handle, ev)
+        )
+        self.http = report.HttpServer(self.post.http, self._status_from_outside)
+
+    # The loop
+
+    def run(self) -> None:
+        self.post.control.setblocking(False)
+        self._selector.register(self.post.control, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda received, frame: self._end(f"signal {signal.Signals(received).name}"))
+        self.post.announce(self.instance)
+        log.info("keeper serves", extra={"run_id": self.identity.run_id, "node_id": self.identity.node_id})
+        last_tick = 0.0
+        try:
+            while not self.ending:
+                for key, _ in self._selector.select(TICK_S):
+                    key.data()
+                self._run_tasks()
+                if time.monotonic() - last_tick >= TICK_S:
+                    last_tick = time.monotonic()
+                    self._handle(e.Tick())
+        finally:
+            self._close()
+
+    def _later(self, call: Callable[..., None], *args: Any) -> None:
+        """From any thread: have the loop do this."""
+        self._tasks.put(lambda: call(*args))
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"x")
+
+    def _run_tasks(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while not self.ending:
+                self._tasks.get_nowait()()
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+
+    def _end(self, reason: str) -> None:
+        self.ending = self.ending or reason
+
+    def _close(self) -> None:
+        log.info("keeper ends", extra={"reason": self.ending})
+        for connection in list(self.connections.values()):
+            with contextlib.suppress(FrameError, OSError):
+                connection.queue(Ending(self.ending))
+            self._drop(connection)
+        self.work.close()
+        self.http.close()
+        self.post.close()
+        for fd in [*self.pidfds.values(), self._wake_read, self._wake_write]:
+            os.close(fd)
+        for arena in self.arenas.values():
+            arena.close()
+        self._selector.close()
+
+    # Connections
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            sock, _ = self.post.control.accept()
+            connection = Connection(self._next_connection, sock)
+            self._next_connection += 1
+            if connection.uid not in (os.getuid(), 0) or len(self.connections) >= MAX_CONNECTIONS:
+                log.warning("connection refused", extra={"uid": connection.uid, "pid": connection.pid})
+                connection.close()
+                return
+            self.connections[connection.number] = connection
+            self._selector.register(sock, selectors.EVENT_READ, lambda: self._serve(connection))
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            if connection.wants_to_send:
+                connection.flush()
+            messages = connection.read()
+            if messages is None:
+                self._drop(connection)
+                return
+            for message, fds in messages:
+                try:
+                    self._receive(connection, message, fds)
+                finally:
+                    for fd in fds:
+                        with contextlib.suppress(OSError):
+                            os.close(fd)
+            self._watch(connection)
+        except FrameError as error:
+            log.warning("connection closed", extra={"pid": connection.pid, "reason": str(error)})
+            self._drop(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        if connection.number not in self.connections:
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_to_send else 0)
+        key = self._selector.get_key(connection.sock)
+        if key.events != wanted:
+            self._selector.modify(connection.sock, wanted, key.data)
+
+    def _drop(self, connection: Connection) -> None:
+        if self.connections.pop(connection.number, None) is not None:
+            self._selector.unregister(connection.sock)
+            connection.close()
+
+    def _send(self, connection: Connection | None, message: Any, fds: list[int] | None = None) -> None:
+        if connection is None or connection.number not in self.connections:
+            return
+        try:
+            connection.queue(message, fds)
+            self._watch(connection)
+        except (FrameError, OSError, KeeperError) as error:
+            log.warning("connection closed", extra={"pid": connection.pid, "reason": str(error)})
+            self._drop(connection)
+
+    # Messages
+
+    def _receive(self, connection: Connection, message: Any, fds: list[int]) -> None:
+        if isinstance(message, Hello):
+            self._greet(connection, message)
+            return
+        if not connection.role:
+            raise FrameError("the first message must be Hello")
+        call = _RECEIVE.get(type(message))
+        if call is None:
+            raise FrameError(f"a keeper does not take {type(message).__name__}")
+        call(self, connection, message, fds)
+
+    def _greet(self, connection: Connection, hello: Hello) -> None:
+        error: Error | None = None
+        if hello.protocol != PROTOCOL:
+            error = KeeperError(
+                f"this keeper speaks protocol {PROTOCOL}, the other side {hello.protocol}",
+                hint="use one version of keepstep on the node; keepstep release ends this keeper",
+            )
+        elif (hello.run_id, hello.node_id) != (self.identity.run_id, self.identity.node_id):
+            error = KeeperError(
+                f"this keeper belongs to run {self.identity.run_id!r} on node {self.identity.node_id!r}, "
+                f"not to {hello.run_id!r} on {hello.node_id!r}"
+            )
+        elif hello.role not in ("trainer", "launcher", "cli"):
+            error = KeeperError(f"{hello.role!r} is not a role")
+        if error is not None:
+            self._send(connection, Refused(type(error).__name__, error.message, error.hint, hello.ticket))
+            return
+        connection.role = hello.role
+        largest = max(
+            [self.core.incarnation.number, *([self.core.opening.incarnation.number] if self.core.opening else [])]
+        )
+        self._send(connection, Welcome(self.instance, os.getpid(), largest, hello.ticket))
+        if connection.role != "cli":
+            self._offer_holds()
+
+    def _registers(self, connection: Connection, register: Register, fds: list[int]) -> None:
+        alive = self._follow(connection.pid)
+        if register.launcher_pid:
+            register = (
+                register if self._follow(register.launcher_pid) else msgspec.structs.replace(register, launcher_pid=0)
+            )
+        self._handle(e.TrainerRegisters(connection.number, connection.pid, alive, register, secrets.randbits(63)))
+
+    def _launcher(self, connection: Connection, hello: LauncherHello, fds: list[int]) -> None:
+        pid = connection.pid or hello.pid
+        if self._follow(pid):
+            self._handle(e.LauncherSeen(pid))
+        self._send(connection, Done(ticket=hello.ticket))
+
+    def _arena_wanted(self, connection: Connection, wanted: WantArena, fds: list[int]) -> None:
+        need = wanted.need
+        if min(need.layout_bytes, need.values_bytes, need.payload_bytes) < 0 or not 2 <= wanted.slots <= 4:
+            raise FrameError("an arena of that shape makes no sense")
+        self._handle(
+            e.ArenaWanted(connection.number, wanted.ticket, need, wanted.slots, wanted.memory_limit_bytes)
+        )
+
+    def _given_back(self, connection: Connection, given: GiveBack, fds: list[int]) -> None:
+        adopted, refused = [], {}
+        if len(given.arena_ids) != len(fds):
+            raise FrameError("names and descriptors do not match")
+        for arena_id, fd in zip(given.arena_ids, fds, strict=True):
+            if arena_id in self.arenas:
+                adopted.append(arena_id)
+                continue
+            try:
+                arena = Arena.adopt(os.dup(fd), run_id=self.identity.run_id, node_id=self.identity.node_id)
+            except (Error, OSError) as error:
+                refused[arena_id] = str(error)
+                log.error("arena refused", extra={"arena": arena_id, "reason": str(error)})
+                continue
+            if arena.arena_id in self.arenas:
+                arena.close()
+            else:
+                self.arenas[arena.arena_id] = arena
+                self._handle(work.describe(arena))
+                log.info("arena adopted", extra={"arena": arena.arena_id, "local_index": arena.header.local_index})
+            adopted.append(arena_id)
+        connection.held.update(adopted)
+        connection.offered.update(adopted)
+        self._send(connection, Adopted(adopted, refused, given.ticket))
+        self._offer_holds()
+
+    def _status_wanted(self, connection: Connection, wanted: WantStatus, fds: list[int]) -> None:
+        self._send(connection, StatusIs(msgspec.json.encode(self.status()), wanted.ticket))
+
+    def _verify_wanted(self, connection: Connection, wanted: WantVerify, fds: list[int]) -> None:
+        jobs = [
+            (self.arenas[a.arena_id], slot)
+            for a in self.core.arenas.values()
+            for slot in a.slots
+            if slot.state == SEALED and slot.version is not None
+        ]
+
+        def answer(problems: list[str]) -> None:
+            results = []
+            for (arena, slot), problem in zip(jobs, problems, strict=True):
+                assert slot.version is not None
+                results.append(VerifyResult(slot.rank, slot.index, slot.version.step, slot.size_bytes, problem))
+                if problem:
+                    self._handle(e.SlotVerified(arena.arena_id, slot.index, slot.version, problem))
+            self._send(connection, Verified(results, wanted.ticket))
+
+        self.work.check([(arena, slot.index) for arena, slot in jobs], lambda found: self._later(answer, found))
+
+    def _arenas_wanted(self, connection: Connection, wanted: WantArenas, fds: list[int]) -> None:
+        ids = list(self.arenas)[:64]
+        self._send(connection, Hold(ids, [], wanted.ticket), [self.arenas[i].segment.fd for i in ids])
+
+    def _release(self, connection: Connection, release: Release, fds: list[int]) -> None:
+        alive = [m.pid for m in self.core.members.values() if m.alive and m.finished is None]
+        if alive and not release.force:
+            text = f"trainers {alive} of this run are alive"
+            self._send(connection, Refused("KeeperError", text, "end the job first, or use --force", release.ticket))
+            return
+        self._send(connection, Done("released", release.ticket))
+        self._end("released")
+
+    # Processes
+
+    def _follow(self, pid: int) -> bool:
+        """Watch a process until it dies. False when it is dead already, or cannot be seen from here."""
+        if pid in self.pidfds:
+            return True
+        if pid <= 0:
+            return pid == 0  # another pid namespace: taken at its word, but it cannot be fenced
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:
+            return False
+        self.pidfds[pid] = fd
+        self._selector.register(fd, selectors.EVENT_READ, lambda: self._gone(pid))
+        return True
+
+    def _gone(self, pid: int) -> None:
+        fd = self.pidfds.pop(pid)
+        self._selector.unregister(fd)
+        os.close(fd)
+        self._handle(e.ProcessDied(pid))
+
+    # Effects
+
+    def _handle(self, event: e.Event) -> None:
+        self._read_progress()
+        for effect in self.core.handle(event, time.monotonic()):
+            _EFFECTS[type(effect)](self, effect)
+
+    def _read_progress(self) -> None:
+        for member in self.core.members.values():
+            arena = self.arenas.get(member.arena_id)
+            found = arena.progress() if arena else None
+            if found is not None and found.incarnation == self.core.incarnation:
+                self.core.progress[member.index] = found.step
+            else:
+                self.core.progress[member.index] = member.register.progress
+
+    def _do_send(self, effect: e.Send) -> None:
+        fds = [self.arenas[effect.arena_id].segment.fd] if effect.arena_id else None
+        self._send(self.connections.get(effect.conn), effect.message, fds)
+
+    def _do_grant(self, effect: e.WriteGrant) -> None:
+        self.arenas[effect.arena_id].write_grant(effect.grant)
+
+    def _do_ledger(self, effect: e.WriteLedger) -> None:
+        for arena in self.arenas.values():
+            arena.write_ledger(effect.ledger)
+
+    def _do_seal(self, effect: e.SealSlot) -> None:
+        self.work.seal(self.arenas[effect.arena_id], effect)
+
+    def _do_verify(self, effect: e.VerifySlot) -> None:
+        self.work.verify(self.arenas[effect.arena_id], effect)
+
+    def _do_create(self, effect: e.CreateArena) -> None:
+        self.work.create(effect, lambda result: self._later(self._created, effect, result))
+
+    def _created(self, effect: e.CreateArena, result: Arena | Error) -> None:
+        wanted = effect.wanted
+        connection = self.connections.get(wanted.conn)
+        if isinstance(result, Error):
+            log.error("arena refused", extra={"reason": str(result)})
+            self._send(connection, Refused(type(result).__name__, result.message, result.hint, wanted.ticket))
+            return
+        if connection is None:  # its trainer went away meanwhile
+            result.close()
+            return
+        self.arenas[result.arena_id] = result
+        self._handle(work.describe(result))
+        size = result.segment.size_bytes
+        self._send(connection, ArenaGiven(result.arena_id, size, True, wanted.ticket), [result.segment.fd])
+        self._offer_holds()
+
+    def _do_drop(self, effect: e.DropArena) -> None:
+        log.info("arena dropped", extra={"arena": effect.arena_id, "reason": effect.reason})
+        self.arenas.pop(effect.arena_id).close()
+        self._offer_holds()
+
+    def _do_kill(self, effect: e.Kill) -> None:
+        log.warning("killing trainer", extra={"pid": effect.pid, "reason": effect.reason})
+        with contextlib.suppress(KeyError, ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self.pidfds[effect.pid], signal.SIGKILL)
+
+    def _do_end(self, effect: e.End) -> None:
+        self._end(effect.reason)
+
+    def _do_log(self, effect: e.Log) -> None:
+        log.log(getattr(logging, effect.level.upper()), effect.text, extra=effect.fields)
+
+    def _offer_holds(self) -> None:
+        """Every trainer and launcher keeps a duplicate of every memfd of the node."""
+        for connection in list(self.connections.values()):
+            if connection.role not in ("trainer", "launcher"):
+                continue
+            new = [arena_id for arena_id in self.arenas if arena_id not in connection.offered]
+            gone = [arena_id for arena_id in connection.offered if arena_id not in self.arenas]
+            if new or gone:
+                connection.offered = set(self.arenas)
+                connection.held -= set(gone)
+                self._send(connection, Hold(new, gone), [self.arenas[i].segment.fd for i in new])
+
+    def _held(self, connection: Connection, held: Held, fds: list[int]) -> None:
+        connection.held.update(i for i in held.arena_ids if i in self.arenas)
+
+    # Status
+
+    def status(self) -> Status:
+        self._read_progress()
+        others = (c for c in self.connections.values() if c.role in ("trainer", "launcher"))
+        holders = sum(set(self.arenas) <= connection.held for connection in others)
+        return report.status_of(
+            self.core, self.identity, instance=self.instance, started=self.started, holders=holders
+        )
+
+    def _status_from_outside(self) -> Status:
+        future: Future[Status] = Future()
+        self._later(lambda: future.set_result(self.status()))
+        return future.result(STATUS_S)
+
+
+def _to_core(make: Callable[[Connection, Any], e.Event]) -> Callable[[Keeper, Connection, Any, list[int]], None]:
+    return lambda keeper, connection, message, fds: keeper._handle(make(connection, message))
+
+
+_RECEIVE: dict[type, Callable[[Keeper, Connection, Any, list[int]], None]] = {
+    Register: Keeper._registers,
+    LauncherHello: Keeper._launcher,
+    WantArena: Keeper._arena_wanted,
+    GiveBack: Keeper._given_back,
+    Held: Keeper._held,
+    WantStatus: Keeper._status_wanted,
+    WantVerify: Keeper._verify_wanted,
+    WantArenas: Keeper._arenas_wanted,
+    Release: Keeper._release,
+    Committed: _to_core(lambda c, m: e.SnapshotCommitted(c.number, m.arena_id, m.slot, m.version)),
+    Void: _to_core(lambda c, m: e.GrantVoid(c.number, m.version, m.reason)),
+    WantRestore: _to_core(lambda c, m: e.RestoreWanted(c.number, m.ticket)),
+    Loaded: _to_core(lambda c, m: e.RankLoaded(c.number, m.ticket, m.step)),
+    Goodbye: _to_core(lambda c, m: e.TrainerLeaves(c.number, m.finished)),
+}
+
+_EFFECTS: dict[type, Callable[[Keeper, Any], None]] = {
+    e.Send: Keeper._do_send,
+    e.WriteGrant: Keeper._do_grant,
+    e.WriteLedger: Keeper._do_ledger,
+    e.SealSlot: Keeper._do_seal,
+    e.VerifySlot: Keeper._do_verify,
+    e.CreateArena: Keeper._do_create,
+    e.DropArena: Keeper._do_drop,
+    e.Kill: Keeper._do_kill,
+    e.End: Keeper._do_end,
+    e.Log: Keeper._do_log,
+}

@@ -1,0 +1,128 @@
+"""What the keeper does outside its loop: seal, verify, allocate. Each job answers with one event."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from keepstep.arena import checksum, room
+from keepstep.arena.header import COMMITTED
+from keepstep.arena.slots import Arena, plan_header, total_bytes
+from keepstep.errors import Error, IntegrityError
+from keepstep.identity import Identity
+from keepstep.keeper import events as e
+from keepstep.protocol import ArenaNeed
+from keepstep.types import Version
+
+# Measuring only: a snapshot is called sealed without reading it (benchmarks/bench_take.py, "copy alone").
+NO_SEAL = "KEEPSTEP_BENCH_NO_SEAL"
+
+
+class Work:
+    """A few threads for bytes. `answer` is called from them and must be thread-safe."""
+
+    def __init__(self, identity: Identity, instance: bytes, threads: int, answer: Callable[[e.Event], None]) -> None:
+        self._identity, self._instance, self._answer = identity, instance, answer
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-work")
+        self._ending = threading.Event()
+
+    def seal(self, arena: Arena, effect: e.SealSlot) -> None:
+        self._pool.submit(lambda: self._answer(self._seal(arena, effect)))
+
+    def verify(self, arena: Arena, effect: e.VerifySlot) -> None:
+        self._pool.submit(lambda: self._answer(self._verify(arena, effect)))
+
+    def create(self, effect: e.CreateArena, done: Callable[[Arena | Error], None]) -> None:
+        self._pool.submit(lambda: done(self._create(effect)))
+
+    def check(self, jobs: list[tuple[Arena, int]], done: Callable[[list[str]], None]) -> None:
+        """Verify slots for `keepstep verify`: one problem text per job, empty when sound."""
+        self._pool.submit(lambda: done([self._problem(arena, slot) for arena, slot in jobs]))
+
+    def close(self) -> None:
+        self._ending.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _seal(self, arena: Arena, effect: e.SealSlot) -> e.SlotSealed:
+        try:
+            sealed = arena.sealed(effect.slot)
+            if sealed is None or effect.version not in (None, sealed.version):
+                version = effect.version
+                if version is None:
+                    found = arena.committed(effect.slot)
+                    if found is None:
+                        raise IntegrityError("half written: its trainer ended first")
+                    version = found[1].version
+                if os.environ.get(NO_SEAL):
+                    return _unsealed(arena, effect, version)
+                sealed = checksum.seal(arena, effect.slot, version, cancelled=self._ending.is_set)
+        except (Error, OSError) as error:
+            return e.SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, str(error) or repr(error))
+        trainer = sealed.trainer
+        return e.SlotSealed(
+            arena.arena_id, effect.slot, trainer.version, trainer.rank, trainer.world_size,
+            trainer.local_world_size, snapshot_bytes(arena, effect.slot),
+        )  # fmt: skip
+
+    def _verify(self, arena: Arena, effect: e.VerifySlot) -> e.SlotVerified:
+        return e.SlotVerified(arena.arena_id, effect.slot, effect.version, self._problem(arena, effect.slot))
+
+    def _problem(self, arena: Arena, slot: int) -> str:
+        try:
+            checksum.verify(arena, slot, cancelled=self._ending.is_set)
+        except (Error, OSError) as error:
+            return str(error) or repr(error)
+        return ""
+
+    def _create(self, effect: e.CreateArena) -> Arena | Error:
+        wanted = effect.wanted
+        header = plan_header(
+            wanted.need, slots=wanted.slots, local_index=effect.local_index, generation=effect.generation,
+            run_id=self._identity.run_id, node_id=self._identity.node_id, instance=self._instance,
+        )  # fmt: skip
+        try:
+            what = f"the arena of local rank {effect.local_index} ({wanted.slots} slots)"
+            room.check(
+                total_bytes(header), what, room=room.measure(), memory_limit_bytes=wanted.memory_limit_bytes
+            )
+            return Arena.create(header)
+        except Error as error:
+            return error
+
+
+def _unsealed(arena: Arena, effect: e.SealSlot, version: Version) -> e.SlotSealed:
+    found = arena.committed(effect.slot)
+    assert found is not None
+    trainer = found[1]
+    return e.SlotSealed(
+        arena.arena_id, effect.slot, version, trainer.rank, trainer.world_size, trainer.local_world_size, 0
+    )
+
+
+def snapshot_bytes(arena: Arena, slot: int) -> int:
+    found = arena.trainer_header(slot)
+    return found[1].layout_bytes + found[1].values_bytes + found[1].payload_bytes if found else 0
+
+
+def describe(arena: Arena) -> e.ArenaAdded:
+    """What the headers of an arena say, as the event that brings it into the core."""
+    slots = []
+    for index in range(arena.num_slots):
+        sealed, found = arena.sealed(index), arena.trainer_header(index)
+        trainer = found[1] if found else None
+        committed = trainer is not None and trainer.state == COMMITTED
+        state = "sealed" if sealed else "committed" if committed else "free"
+        if trainer is None or not committed:
+            slots.append(e.SlotFound(index, state, None, 0, 1, 1, 0))
+            continue
+        size = snapshot_bytes(arena, index)
+        where = (trainer.rank, trainer.world_size, trainer.local_world_size)
+        slots.append(e.SlotFound(index, state, trainer.version, *where, size))
+    header = arena.header
+    capacity = ArenaNeed(header.layout_capacity, header.values_capacity, header.payload_capacity)
+    return e.ArenaAdded(
+        arena.arena_id, header.local_index, header.generation, arena.segment.size_bytes, capacity, tuple(slots),
+        arena.ledger(), arena.grant(),
+    )  # fmt: skip

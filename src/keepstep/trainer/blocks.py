@@ -1,0 +1,172 @@
+"""Which bytes the tensors of a state are: each stretch of memory once, however many tensors show it.
+
+Dense tensors are stored in memory order with their strides, so that a copy is one memcpy and a
+restored tensor has the same geometry. Tensors that share memory without being the same view are
+stored as the stretch of storage under all of them. What is not dense (gaps, expanded, conjugated) is
+stored as its contiguous values, and has to be materialised at `take`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from keepstep.layout import Entry, Layout, Piece, align
+from keepstep.trainer.state import local_part
+
+# A stretch of storage begins at such a multiple, so that every dtype in it stays aligned.
+SPAN_ALIGN = 16
+
+
+@dataclass(frozen=True)
+class Block:
+    """The source of one entry."""
+
+    entry: Entry
+    tensors: tuple[torch.Tensor, ...]
+    """local parts, kept alive until their copy ends"""
+    materialise: bool
+
+    def source(self) -> torch.Tensor:
+        """The block's bytes as a flat uint8 tensor; aliases the live memory unless it must be materialised."""
+        first = self.tensors[0]
+        if self.materialise:
+            first = first.resolve_conj().resolve_neg().contiguous()
+            return flat_bytes(first)
+        if len({_geometry(t) for t in self.tensors}) == 1:
+            return flat_bytes(first)
+        start = min(_first_byte(t) for t in self.tensors)
+        flat = torch.empty(0, dtype=torch.uint8, device=first.device)
+        flat.set_(first.untyped_storage(), start - start % SPAN_ALIGN, (self.entry.size_bytes,), (1,))
+        return flat
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A layout and where its bytes come from."""
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+
+
+def build(tensors: list[torch.Tensor], paths: dict[int, str]) -> Blocks:
+    """Lay the tensors out. Raises CaptureError, by path, for what has no plain bytes."""
+    locals_ = [local_part(tensor, paths[index]) for index, tensor in enumerate(tensors)]
+    groups = _group(locals_)
+    entries: list[Entry] = []
+    blocks: list[Block] = []
+    refs: dict[int, tuple[int, int]] = {}
+    offset = 0
+    for members in groups:
+        block = _block(members, offset, tensors, locals_, paths)
+        for piece_index, member in enumerate(members):
+            refs[member] = (len(entries), piece_index)
+        entries.append(block.entry)
+        blocks.append(block)
+        offset = align(offset + block.entry.size_bytes)
+    layout = Layout(tuple(entries), tuple(refs[index] for index in range(len(tensors))))
+    return Blocks(layout, tuple(blocks))
+
+
+def signature(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What must stay the same for a cached layout and its sources to be valid."""
+    if type(tensor) is DTensor:
+        tensor = tensor._local_tensor
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory, in memory order, as uint8."""
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their stretch of memory, each once."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _group(tensors: list[torch.Tensor]) -> list[list[int]]:
+    """Indices of tensors that share memory, in order of their first member; zero-size ones stand alone."""
+    by_storage: dict[tuple[int, int], list[int]] = {}
+    groups: list[list[int]] = []
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() == 0:
+            groups.append([index])
+        else:
+            key = (tensor.untyped_storage().data_ptr(), tensor.device.index or -1)
+            by_storage.setdefault(key, []).append(index)
+    for members in by_storage.values():
+        groups += [members] if len(members) == 1 else _overlapping(members, tensors)
+    return sorted(groups, key=lambda members: members[0])
+
+
+def _overlapping(members: list[int], tensors: list[torch.Tensor]) -> list[list[int]]:
+    groups: list[list[int]] = []
+    end = -1
+    for index in sorted(members, key=lambda i: (_first_byte(tensors[i]), i)):
+        if _first_byte(tensors[index]) < end:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+        end = max(end, _last_byte(tensors[index]))
+    return [sorted(group) for group in groups]
+
+
+def _block(
+    members: list[int], offset: int, tensors: list[torch.Tensor], locals_: list[torch.Tensor], paths: dict[int, str]
+) -> Block:
+    parts = [locals_[i] for i in members]
+    alone = len({_geometry(part) for part in parts}) == 1
+    materialise = alone and not is_dense(parts[0]) and parts[0].numel() > 0
+    start = min(_first_byte(part) for part in parts)
+    start -= start % SPAN_ALIGN
+    size = parts[0].nbytes if alone else max(_last_byte(part) for part in parts) - start
+    pieces = []
+    for index, part in zip(members, parts, strict=True):
+        stride = tuple(torch.empty(part.shape, device="meta").stride()) if materialise else tuple(part.stride())
+        begin = 0 if alone else _first_byte(part) - start
+        pieces.append(_piece(paths[index], tensors[index], part, stride, begin))
+    return Block(Entry(offset, size, tuple(pieces)), tuple(parts), materialise)
+
+
+def _piece(path: str, tensor: torch.Tensor, part: torch.Tensor, stride: tuple[int, ...], begin: int) -> Piece:
+    sharded = tensor if isinstance(tensor, DTensor) else getattr(tensor, "data", None)
+    is_sharded = isinstance(sharded, DTensor)
+    global_shape = tuple(tensor.shape)
+    region = _region(sharded) if isinstance(sharded, DTensor) else (0,) * part.dim()
+    name = str(part.dtype).removeprefix("torch.")
+    return Piece(path, name, tuple(part.shape), stride, begin, global_shape, region, is_sharded)
+
+
+def _region(tensor: DTensor) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)
+
+
+def _first_byte(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _last_byte(tensor: torch.Tensor) -> int:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _first_byte(tensor) + (reach + 1) * tensor.element_size()
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()

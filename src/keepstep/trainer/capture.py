@@ -1,0 +1,378 @@
+"""One snapshot: what is copied inside `take`, what behind it, and the commit, last.
+
+    take (caller's thread)    header WRITING → values, layout, eager copies → gates armed → return
+    copy thread               lazy copies → samples compared → header COMMITTED → the keeper is told
+
+The thread only moves bytes with calls that release the GIL, and waits. A fault anywhere voids this
+snapshot and nothing else: the version before is in another slot. CPU and CUDA tensors take the same
+way; a device copy is queued on a side stream behind the compute stream and its gate is an event.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepstep import faults
+from keepstep.arena import header as h
+from keepstep.arena.header import TrainerHeader
+from keepstep.arena.segment import Mapping
+from keepstep.arena.slots import Arena
+from keepstep.config import TakeConfig
+from keepstep.errors import CaptureError
+from keepstep.trainer.copies import PIECE_BYTES, CopyPlan, Samples, Unit
+from keepstep.trainer.fence import Fence, Gate
+from keepstep.types import Version
+
+log = logging.getLogger("keepstep")
+
+# Compared in full behind `take`, as long as nobody waits: the first snapshots of a layout.
+FULL_CHECKS = 3
+FIRST_GUESS_BYTES_S = 2e9
+THROTTLED_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who captures: goes into every slot header."""
+
+    rank: int
+    world_size: int
+    local_index: int
+    local_world_size: int
+
+
+class ArenaView:
+    """The trainer's writable view of its arena: slots as byte tensors, with cached targets per plan."""
+
+    def __init__(self, arena: Arena, mapping: Mapping) -> None:
+        self.arena, self.mapping = arena, mapping
+        # Through numpy: torch.frombuffer takes no reference to the map and crashes after close.
+        self.bytes = torch.from_numpy(np.frombuffer(mapping.map, dtype=np.uint8))
+        self._targets: dict[int, dict[int, torch.Tensor]] = {}
+        self._layouts: dict[int, bytes] = {}
+        self._plan: CopyPlan | None = None
+
+    def payload(self, slot: int) -> torch.Tensor:
+        span = self.arena.payload_span(slot)
+        return self.bytes[span.offset : span.offset + span.size_bytes]
+
+    def targets(self, slot: int, plan: CopyPlan, units: list[Unit]) -> list[torch.Tensor]:
+        """Where the units of a plan go in a slot; the views are made once."""
+        if plan is not self._plan:
+            self._plan = plan
+            self._targets.clear()
+        known = self._targets.setdefault(slot, {})
+        missing = [unit for unit in units if unit.offset not in known]
+        if missing:
+            payload = self.payload(slot)
+            known.update((u.offset, payload[u.offset : u.offset + u.size_bytes]) for u in missing)
+        return [known[unit.offset] for unit in units]
+
+    def write_layout(self, slot: int, plan: CopyPlan) -> None:
+        """Only when the slot holds another one: it is the same for thousands of snapshots."""
+        if self._layouts.get(slot) != plan.layout_digest:
+            self._layouts.pop(slot, None)
+            self.arena.segment.write(self.arena.layout_span(slot).offset, plan.encoded)
+            self._layouts[slot] = plan.layout_digest
+
+    def close(self) -> None:
+        self._targets.clear()
+        self._plan = None
+        del self.bytes
+        self.mapping.close()
+        self.arena.close()
+
+
+@dataclass
+class Job:
+    """A capture in flight."""
+
+    version: Version
+    view: ArenaView
+    slot: int
+    header: TrainerHeader
+    plan: CopyPlan
+    lazy: list[Unit]
+    gates: dict[int, Gate]
+    samples: Samples | None
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """(target, device clone) made inside `take`"""
+    ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
+    void: str = ""
+
+
+@dataclass
+class Spent:
+    """What captures have cost so far."""
+
+    eager_bytes: int = 0
+    eager_s: float = 0.0
+    copied_bytes: int = 0
+    copy_s: float = 0.0
+
+
+class Capture:
+    """Runs captures one at a time, in order. `committed` and `voided` are called from the copy thread."""
+
+    def __init__(
+        self,
+        place: Place,
+        config: TakeConfig,
+        fence: Fence,
+        *,
+        committed: Callable[[Job], None],
+        voided: Callable[[Job, str], None],
+    ) -> None:
+        self._place, self._config, self._fence = place, config, fence
+        self._committed, self._voided = committed, voided
+        self._queue: queue.Queue[Job | None] = queue.Queue(maxsize=1)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._random = random.Random()
+        self._next_samples: tuple[CopyPlan, int, Samples] | None = None
+        self.spent = Spent()
+        self.current: Job | None = None
+        self._thread = threading.Thread(target=self._run, name="keepstep-copy", daemon=True)
+        self._thread.start()
+
+    # On the caller's thread
+
+    def begin(
+        self, view: ArenaView, slot: int, version: Version, plan: CopyPlan, values: bytes, *, inexact: bool
+    ) -> None:
+        """Start one snapshot. Raises CaptureError when it cannot be done now; the slot is then nobody's."""
+        watched = self._fence.watched
+        eager, lazy = plan.split(watched)
+        self._check_budget(eager)
+        arena = view.arena
+        header = TrainerHeader(
+            h.WRITING, self._place.rank, self._place.world_size, self._place.local_index,
+            self._place.local_world_size, h.INEXACT if inexact else 0, version, len(plan.encoded), len(values),
+            plan.payload_bytes, plan.layout_digest, time.time(),
+        )  # fmt: skip
+        arena.write_trainer_header(slot, header)
+        arena.segment.write(arena.values_span(slot).offset, values)
+        view.write_layout(slot, plan)
+        gates = {index: Gate() for unit in lazy for index in unit.owners}
+        job = Job(version, view, slot, header, plan, lazy, gates, self._sample(plan, lazy))
+        self._copy_eager(job, plan.small, "small")
+        self._copy_eager(job, eager, "eager")
+        job.ready = _record_events([u.source for u in lazy] + [source for _, source in job.staged])
+        self._fence.arm(gates)
+        self.current = job
+        faults.point("capture.queue")
+        self._queue.put_nowait(job)
+
+    def _check_budget(self, eager: list[Unit]) -> None:
+        size = sum(unit.size_bytes for unit in eager if unit.source.device.type == "cpu")
+        rate = self.spent.eager_bytes / self.spent.eager_s if self.spent.eager_s > 0.01 else FIRST_GUESS_BYTES_S
+        expected_ms = 1000 * size / rate
+        if expected_ms > self._config.budget_ms:
+            largest = max(eager, key=lambda unit: unit.size_bytes)
+            raise CaptureError(
+                f"{size:,} bytes whose writer is not fenced would hold take for {expected_ms:.0f} ms "
+                f"(largest: {largest.path})",
+                hint="put the optimizer that writes them into the state, or raise KEEPSTEP_TAKE_BUDGET_MS",
+            )
+
+    def _sample(self, plan: CopyPlan, lazy: list[Unit]) -> Samples | None:
+        if not self._config.fingerprint or not lazy:
+            return None
+        prepared, self._next_samples = self._next_samples, None
+        if prepared is not None and prepared[0] is plan and prepared[1] == len(lazy):
+            samples = prepared[2]
+        else:
+            samples = Samples.choose(lazy, self._random)
+        torch._foreach_copy_(samples.taken, samples.windows([unit.source for unit in lazy]))
+        return samples
+
+    def _copy_eager(self, job: Job, units: list[Unit], name: str) -> None:
+        if not units:
+            return
+        started = time.perf_counter()
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for unit, target in zip(units, job.view.targets(job.slot, job.plan, units), strict=True):
+            source = unit.block.source() if unit.block.materialise else unit.source
+            if source.device.type == "cpu":
+                targets.append(target)
+                sources.append(source)
+            else:
+                job.staged.append((target, source.clone()))
+        if targets:
+            faults.point("capture.eager")
+            torch._foreach_copy_(targets, sources)
+            if name == "eager":
+                self.spent.eager_bytes += sum(source.numel() for source in sources)
+                self.spent.eager_s += time.perf_counter() - started
+
+    def suspect(self) -> None:
+        """A `take` finds the last capture unfinished and an optimizer whose hook did not fire: has it written?"""
+        job = self.current
+        if job is None or job.void or all(gate.passed.is_set() for gate in job.gates.values()):
+            return
+        silent = {i for i in job.gates if not self._fence.watched[i].fired and not job.gates[i].passed.is_set()}
+        if not silent:
+            return
+        changed = "its samples were not taken"
+        if job.samples is not None:
+            windows = job.samples.windows([unit.source for unit in job.lazy])
+            changed = ""
+            for unit, before, now in zip(job.lazy, job.samples.taken, windows, strict=True):
+                if unit.owners & silent and not torch.equal(before, now):
+                    changed = f"{unit.path} changed without its optimizer's hook"
+                    break
+        if changed:
+            job.void = changed
+            for index in silent:
+                self._fence.watched[index].distrusted = changed
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is in flight."""
+        deadline = time.monotonic() + timeout_s
+        while self.current is not None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return self.current is None
+
+    def close(self) -> None:
+        self.drain(timeout_s=60)
+        try:
+            self._queue.put(None, timeout=5)
+        except queue.Full:
+            log.error("the copy thread is stuck; left behind")
+            return
+        self._thread.join(timeout=5)
+
+    # On the copy thread
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                self._copy(job)
+                reason = job.void or next((g.broken for g in job.gates.values() if g.broken), "") or self._compare(job)
+                if not reason:
+                    self._commit(job)
+            except Exception as error:
+                log.exception("the copy of step %d failed", job.version.step)
+                reason = f"the copy failed: {error!r}"
+            finally:
+                for gate in job.gates.values():
+                    gate.passed.set()
+            self._finish(job, reason)
+
+    def _copy(self, job: Job) -> None:
+        started = time.perf_counter()
+        devices = set(job.ready)
+        for device in devices:
+            self._stream(device).wait_event(job.ready[device])
+        for target, source in job.staged:
+            self._move(target, source, None)
+        targets = job.view.targets(job.slot, job.plan, job.lazy)
+        left = {index: sum(index in unit.owners for unit in job.lazy) for index in job.gates}
+        for unit, target in zip(job.lazy, targets, strict=True):
+            self._move(target, unit.source, min((job.gates[i] for i in unit.owners), key=id))
+            for index in unit.owners:
+                left[index] -= 1
+                if left[index] == 0 and not self._checks_in_full(job):
+                    self._pass(job.gates[index])
+        if self._checks_in_full(job):
+            self._synchronise(devices)
+            self._compare_in_full(job, targets)
+            for gate in job.gates.values():
+                self._pass(gate)
+        self._synchronise(devices)
+        self.spent.copied_bytes += sum(unit.size_bytes for unit in job.lazy)
+        self.spent.copy_s += time.perf_counter() - started
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor, gate: Gate | None) -> None:
+        rate = self._config.rate_bytes_s
+        piece = THROTTLED_PIECE_BYTES if rate else PIECE_BYTES
+        with self._on_stream(source.device):
+            for start in range(0, target.numel(), piece):
+                faults.point("capture.copy")
+                part = target[start : start + piece]
+                part.copy_(source[start : start + piece], non_blocking=True)
+                if rate and gate is not None and not gate.wanted.is_set():
+                    gate.wanted.wait(part.numel() / rate)
+
+    def _on_stream(self, device: torch.device) -> Any:
+        return torch.cuda.stream(self._stream(device)) if device.type == "cuda" else nullcontext()
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def _pass(self, gate: Gate) -> None:
+        for stream in self._streams.values():
+            gate.events.append(stream.record_event())
+        gate.passed.set()
+
+    def _synchronise(self, devices: set[torch.device]) -> None:
+        for device in devices:
+            self._stream(device).synchronize()
+
+    def _checks_in_full(self, job: Job) -> bool:
+        return self._config.fingerprint and job.plan.snapshots < FULL_CHECKS
+
+    def _compare_in_full(self, job: Job, targets: list[torch.Tensor]) -> None:
+        """While nobody waits: is what landed still what stands in the live tensors?"""
+        for unit, target in zip(job.lazy, targets, strict=True):
+            if any(gate.wanted.is_set() for gate in job.gates.values()):
+                return
+            if unit.source.device.type == "cpu" and not torch.equal(unit.source, target):
+                self._violated(job, unit)
+                return
+
+    def _compare(self, job: Job) -> str:
+        """Samples taken at the source against what landed. Returns what is wrong."""
+        job.plan.snapshots += 1
+        if job.samples is None:
+            return ""
+        targets = job.view.targets(job.slot, job.plan, job.lazy)
+        for unit, taken, landed in zip(job.lazy, job.samples.taken, job.samples.windows(targets), strict=True):
+            if not torch.equal(taken.cpu(), landed):
+                self._violated(job, unit)
+                return job.void
+        self._next_samples = (job.plan, len(job.lazy), Samples.choose(job.lazy, self._random))
+        return job.void
+
+    def _violated(self, job: Job, unit: Unit) -> None:
+        names = [self._fence.watched[index].name for index in sorted(unit.owners)]
+        job.void = f"{unit.path} changed while it was copied: something writes it outside {', '.join(names)}.step()"
+        log.error("%s; it is copied inside take from now on", job.void)
+        for index in unit.owners:
+            self._fence.watched[index].distrusted = job.void
+
+    def _commit(self, job: Job) -> None:
+        """The last act: from here on the snapshot is whole."""
+        fields = {**job.header.__dict__, "state": h.COMMITTED}
+        job.view.arena.write_trainer_header(job.slot, TrainerHeader(**fields))
+
+    def _finish(self, job: Job, reason: str) -> None:
+        self.current = None
+        try:
+            if reason:
+                self._voided(job, reason)
+            else:
+                self._committed(job)
+        except Exception:
+            log.exception("the keeper could not be told about step %d", job.version.step)
+
+
+def _record_events(sources: list[torch.Tensor]) -> dict[torch.device, torch.cuda.Event]:
+    """Where the compute stream of each device stands now: copies begin behind it."""
+    events: dict[torch.device, torch.cuda.Event] = {}
+    for device in {source.device for source in sources if source.device.type == "cuda"}:
+        events[device] = torch.cuda.current_stream(device).record_event()
+    return events

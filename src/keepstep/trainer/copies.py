@@ -1,0 +1,109 @@
+"""What one snapshot copies, and in which order: worked out once per layout, used at every `take`.
+
+    eager   inside `take`: small tensors together, and everything whose writer is not fenced
+    lazy    behind it, by the copy thread, in pieces; the optimizer that owns it waits at the gate
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from keepstep.layout import Layout, digest
+from keepstep.trainer.blocks import Block, Blocks
+from keepstep.trainer.fence import Watched
+
+PIECE_BYTES = 64 << 20
+# A lazily copied tensor is sampled at `take`: this share of its bytes, within these bounds.
+SAMPLE_SHARE = 256
+SAMPLE_MIN, SAMPLE_MAX = 64, 1 << 20
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One block's source bytes and its place in the payload."""
+
+    source: torch.Tensor
+    offset: int
+    size_bytes: int
+    path: str
+    owners: frozenset[int]
+    """optimizers (by index) that write it; empty: nothing fences it"""
+    block: Block
+
+
+@dataclass
+class CopyPlan:
+    """All units of a layout. Valid while the tensors' addresses and shapes are."""
+
+    layout: Layout
+    encoded: bytes
+    layout_digest: bytes
+    small: list[Unit] = field(default_factory=list)
+    loose: list[Unit] = field(default_factory=list)
+    """unfenced, or to be materialised"""
+    fenced: list[Unit] = field(default_factory=list)
+    snapshots: int = 0
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.layout.payload_bytes
+
+    def split(self, watched: list[Watched]) -> tuple[list[Unit], list[Unit]]:
+        """(what to copy inside take beyond the small ones, what may be copied behind it) at this moment."""
+        trusted = {index for index, w in enumerate(watched) if w.trusted}
+        eager = list(self.loose)
+        lazy: list[Unit] = []
+        for unit in self.fenced:
+            (lazy if unit.owners <= trusted else eager).append(unit)
+        return eager, lazy
+
+
+def plan_copies(blocks: Blocks, watched: list[Watched], small_bytes: int) -> CopyPlan:
+    """Classify every block by size and by who writes it."""
+    encoded = blocks.layout.encode()
+    plan = CopyPlan(blocks.layout, encoded, digest(encoded))
+    owned = [w.storages() for w in watched]
+    for block in blocks.blocks:
+        if block.entry.size_bytes == 0:
+            continue
+        owners = _owners(block, owned)
+        unit = Unit(block.source(), block.entry.offset, block.entry.size_bytes, block.entry.path, owners, block)
+        if block.materialise or not (owners or unit.size_bytes <= small_bytes):
+            plan.loose.append(unit)
+        elif unit.size_bytes <= small_bytes:
+            plan.small.append(unit)
+        else:
+            plan.fenced.append(unit)
+    # Where one optimizer's tensors are copied together, it can step while the next one's are still copied.
+    plan.fenced.sort(key=lambda unit: (sorted(unit.owners), unit.offset))
+    return plan
+
+
+def _owners(block: Block, owned: list[set[int]]) -> frozenset[int]:
+    storage = block.tensors[0].untyped_storage().data_ptr()
+    return frozenset(index for index, storages in enumerate(owned) if storage in storages)
+
+
+@dataclass
+class Samples:
+    """Windows of the sources as they were at `take`, to be compared with what lands."""
+
+    offsets: list[int]
+    sizes: list[int]
+    taken: list[torch.Tensor]
+
+    @classmethod
+    def choose(cls, units: list[Unit], rng: random.Random) -> Samples:
+        offsets, sizes, taken = [], [], []
+        for unit in units:
+            size = min(unit.size_bytes, max(SAMPLE_MIN, min(SAMPLE_MAX, unit.size_bytes // SAMPLE_SHARE)))
+            offsets.append(rng.randrange(unit.size_bytes - size + 1))
+            sizes.append(size)
+            taken.append(torch.empty(size, dtype=torch.uint8, device=unit.source.device))
+        return cls(offsets, sizes, taken)
+
+    def windows(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [t[o : o + s] for t, o, s in zip(tensors, self.offsets, self.sizes, strict=True)]

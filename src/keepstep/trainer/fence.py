@@ -1,0 +1,172 @@
+"""The fence: what the optimizers own may be copied while training goes on, until they step again.
+
+A tensor is read-only from the end of one `optimizer.step()` to the start of the next. The global
+pre-hook of torch.optim is where that time ends, so it waits there for copies that still read what
+this optimizer will overwrite. Tensor version counters prove nothing (fused optimizers, foreach
+moments, CUDA graphs and `.data` do not bump them), so a fence is trusted only while it shows itself:
+the hook fired since the last `take`. What is not fenced is copied inside `take`.
+
+The hook never raises and never ends the step: a fault of keepstep must not be one of the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+log = logging.getLogger("keepstep")
+
+# A copy that does not end within this time is stuck: the step goes on, and the snapshot is void.
+FENCE_WAIT_S = 120.0
+
+
+class Gate:
+    """Copies of one snapshot that read what one optimizer owns."""
+
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+        """set when every copy is done (host) or queued before `events` (device)"""
+        self.wanted = threading.Event()
+        """set when an optimizer waits: rate caps and extra checks stop"""
+        self.broken = ""
+        self.events: list[torch.cuda.Event] = []
+
+    def wait(self) -> float:
+        """Block until the copies no longer read; returns the seconds that it took."""
+        if not self.passed.is_set():
+            started = time.perf_counter()
+            self.wanted.set()
+            if not self.passed.wait(FENCE_WAIT_S):
+                self.broken = f"the copy did not end within {FENCE_WAIT_S:g} s"
+            waited = time.perf_counter() - started
+        else:
+            waited = 0.0
+        for event in self.events:
+            torch.cuda.current_stream(event.device).wait_event(event)
+        return waited
+
+
+class Watched:
+    """One optimizer: whether its hook has shown itself, and what it must wait for."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        self.optimizer = optimizer
+        self.name = name
+        self.fired = 0
+        """pre-hooks since the last `take`"""
+        self.distrusted = ""
+        """why it is copied inside `take` from now on"""
+        self.gate: Gate | None = None
+
+    @property
+    def trusted(self) -> bool:
+        return self.fired > 0 and not self.distrusted and not self._captured()
+
+    def _captured(self) -> bool:
+        return any(group.get("capturable") for group in self.optimizer.param_groups) and _is_capturing()
+
+    def storages(self) -> set[int]:
+        """Storage addresses of everything this optimizer writes in its step."""
+        owned: set[int] = set()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                _add_storages(parameter, owned)
+        for state in self.optimizer.state.values():
+            _add_storages(state, owned)
+        return owned
+
+
+class Fence:
+    """All optimizers of the state behind one global hook."""
+
+    def __init__(self, optimizers: Iterable[tuple[str, torch.optim.Optimizer]]) -> None:
+        self.watched = [Watched(optimizer, name) for name, optimizer in optimizers]
+        self._by_id = {id(w.optimizer): w for w in self.watched}
+        self.waited_s = 0.0
+        self.muted = False
+        """while keepstep itself steps an optimizer (sizing)"""
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def stepped(self) -> bool:
+        """Whether any optimizer has stepped since the last `take`."""
+        return any(w.fired for w in self.watched)
+
+    def arm(self, gates: dict[int, Gate]) -> None:
+        """A new snapshot begins: `gates` by index of the optimizer. Counts start again."""
+        for index, watched in enumerate(self.watched):
+            watched.gate = gates.get(index)
+            watched.fired = 0
+
+    def wait_all(self) -> None:
+        """Wait for every copy that still reads (close, restore)."""
+        for watched in self.watched:
+            if watched.gate is not None:
+                self.waited_s += watched.gate.wait()
+
+    def close(self) -> None:
+        self._handle.remove()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        watched = self._by_id.get(id(optimizer))
+        if watched is None or self.muted:
+            return None
+        try:
+            return self._fence(watched, args, kwargs)
+        except Exception:
+            log.exception("the fence of %s failed; the snapshot in flight is void", watched.name)
+            watched.distrusted = "its fence failed"
+            if watched.gate is not None:
+                watched.gate.broken = "the fence failed"
+            return None
+
+    def _fence(self, watched: Watched, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        watched.fired += 1
+        gate = watched.gate
+        if gate is None:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        # torch's own optimizers call the closure, with forward and backward in it, before they write:
+        # waiting behind it keeps the overlap (Lightning). Others (SAM) may write first.
+        if closure is None or not type(watched.optimizer).__module__.startswith("torch.optim"):
+            self._wait(gate)
+            return None
+        deferred = self._after(closure, gate)
+        if len(args) > 1:
+            return (args[0], deferred, *args[2:]), kwargs
+        return args, {**kwargs, "closure": deferred}
+
+    def _after(self, closure: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
+        def closure_then_wait(*args: Any, **kwargs: Any) -> Any:
+            result = closure(*args, **kwargs)
+            self._wait(gate)
+            return result
+
+        return closure_then_wait
+
+    def _wait(self, gate: Gate) -> None:
+        self.waited_s += gate.wait()
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _add_storages(value: Any, owned: set[int]) -> None:
+    if isinstance(value, DTensor):
+        value = value._local_tensor
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided and value.numel():
+            owned.add(value.untyped_storage().data_ptr())
+    elif isinstance(value, dict):
+        for item in value.values():
+            _add_storages(item, owned)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _add_storages(item, owned)

@@ -1,0 +1,261 @@
+"""The trainer's connection to its keeper, and the way back to a new one.
+
+When the keeper dies training goes on: the trainer uses the grant it still has, then skips. A thread
+starts a keeper again (the keeper's own lock lets only one live), hands back every memfd this process
+holds, registers under the incarnation it already has, and says again what the old keeper may not
+have heard. A forked child of the trainer (data-loader workers) closes all of it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from keepstep.client import KeeperClient
+from keepstep.config import Config
+from keepstep.errors import Error, KeeperError
+from keepstep.identity import Identity
+from keepstep.protocol import (
+    Adopted,
+    Committed,
+    Complete,
+    Ending,
+    GiveBack,
+    Goodbye,
+    Held,
+    Hold,
+    Register,
+    Registered,
+    StatusIs,
+    Void,
+    Voided,
+    WantStatus,
+)  # fmt: skip
+from keepstep.spawn import start_keeper
+from keepstep.types import Incarnation, Status
+
+log = logging.getLogger("keepstep")
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
+# Ranks beyond the first give it, and the launcher, this long to start the keeper: one is enough.
+PATIENCE_S = 1.0
+GIVE_BACK_BATCH = 32
+M = TypeVar("M")
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """What the snapshotter wants to hear. Called from the link's threads."""
+
+    complete: Callable[[Complete], None]
+    voided: Callable[[Voided], None]
+
+
+class Link:
+    """Registered with the keeper of this node for as long as it is open."""
+
+    def __init__(self, identity: Identity, config: Config, register: Register, listeners: Listeners) -> None:
+        self.identity, self.config = identity, config
+        self._register, self._listeners = register, listeners
+        self._client: KeeperClient | None = None
+        self._changing = threading.RLock()
+        self._closed = threading.Event()
+        self.ended = ""
+        """why the keeper ended on purpose: nobody starts another one"""
+        self.ready = False
+        """past restore(): from now on the keeper's death must not disturb"""
+        self._last_word: Committed | Void | None = None
+        self._held: dict[str, int] = {}
+        self.progress: Callable[[], int] = lambda: -1
+        self.incarnation = self._connect()
+        _links.add(self)
+
+    @property
+    def up(self) -> bool:
+        client = self._client
+        return client is not None and not client.lost
+
+    def request(self, message: Any, expect: type[M], *, timeout_s: float) -> tuple[M, list[int]]:
+        """Ask the keeper; while restoring, ask again when it dies meanwhile."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            client = self._client
+            try:
+                if client is None or client.lost:
+                    raise KeeperError("the keeper is gone", hint="it is started again by itself")
+                return client.request(message, expect, timeout_s=max(0.1, deadline - time.monotonic()))
+            except KeeperError:
+                gone = client is None or client.lost
+                if not gone or self.ready or self.ended or self._closed.is_set() or time.monotonic() >= deadline:
+                    raise
+                time.sleep(FIRST_RETRY_S)
+
+    def say(self, word: Committed | Void) -> None:
+        """Report the outcome of a grant. Kept until the keeper has resolved it, and said again if it died."""
+        self._last_word = word
+        client = self._client
+        if client is not None and not client.lost:
+            with contextlib.suppress(Error):  # said again when the keeper is back
+                client.post(word)
+
+    def status(self) -> Status:
+        answer, _ = self.request(WantStatus(), StatusIs, timeout_s=self.config.keeper.request_s)
+        return msgspec.json.decode(answer.json, type=Status)
+
+    def close(self, *, finished: bool) -> None:
+        self._closed.set()
+        _links.discard(self)
+        with self._changing:
+            client, self._client = self._client, None
+        if client is not None:
+            if not client.lost and not self.ended:
+                with contextlib.suppress(Error):
+                    # No answer is awaited: the last rank's goodbye ends the keeper.
+                    client.post(Goodbye(finished))
+            client.close()
+        self._forget(list(self._held))
+
+    def close_in_forked_child(self) -> None:
+        """The child must neither keep the memory nor look like a living trainer."""
+        if self._client is not None:
+            self._client.close_in_forked_child()
+        for fd in self._held.values():
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._held = {}
+        self._closed.set()
+
+    # Coming and coming back
+
+    def _connect(self) -> Incarnation:
+        """The first connection: a keeper that cannot be had is the caller's error."""
+        deadline = time.monotonic() + self.config.keeper.start_s
+        while True:
+            try:
+                return self._attempt(may_start=True)
+            except KeeperError:
+                if time.monotonic() >= deadline:
+                    raise
+                if self._client is not None and not self._client.lost:
+                    raise  # it answered, and refused
+                time.sleep(FIRST_RETRY_S)
+
+    def _attempt(self, *, may_start: bool) -> Incarnation:
+        try:
+            client = self._dial()
+        except KeeperError:
+            if not may_start:
+                raise
+            start_keeper(self.identity, self.config)
+            client = self._dial()
+        with self._changing:
+            self._client = client
+        self._give_back(client)
+        if self._held:
+            client.post(Held(list(self._held)))
+        rejoin = self.ready
+        register = msgspec.structs.replace(self._register, rejoin=rejoin, progress=self.progress())
+        answer, _ = client.request(register, Registered, timeout_s=self._fence_timeout_s)
+        # From now on this trainer belongs to this incarnation and to no other.
+        self._register = msgspec.structs.replace(self._register, incarnation=answer.incarnation)
+        if rejoin and self._last_word is not None:
+            client.post(self._last_word)
+        return answer.incarnation
+
+    @property
+    def _fence_timeout_s(self) -> float:
+        return self.config.keeper.request_s + self.config.keeper.fence_s
+
+    def _dial(self) -> KeeperClient:
+        return KeeperClient(self.identity, "trainer", on_push=self._pushed, on_lost=self._lost)
+
+    def _give_back(self, client: KeeperClient) -> None:
+        held = list(self._held.items())
+        for start in range(0, len(held), GIVE_BACK_BATCH):
+            batch = held[start : start + GIVE_BACK_BATCH]
+            answer, _ = client.request(
+                GiveBack([arena_id for arena_id, _ in batch]), Adopted,
+                timeout_s=self.config.keeper.request_s, fds=[fd for _, fd in batch],
+            )  # fmt: skip
+            for arena_id, reason in answer.refused.items():
+                log.error("the keeper refused arena %s: %s", arena_id, reason)
+
+    def _lost(self) -> None:
+        if self._closed.is_set() or self.ended:
+            return
+        log.warning("the keeper is gone; training goes on, and a new keeper is started")
+        threading.Thread(target=self._come_back, name="keepstep-rejoin", daemon=True).start()
+
+    def _come_back(self) -> None:
+        pause = FIRST_RETRY_S
+        patience = time.monotonic() + (PATIENCE_S if self._register.local_index else 0.0)
+        while not self._closed.is_set() and not self.ended:
+            try:
+                incarnation = self._attempt(may_start=time.monotonic() >= patience)
+                log.warning("a keeper has taken over (incarnation %d goes on)", incarnation.number)
+                return
+            except Error as error:
+                log.info("no keeper yet: %s", error)
+            self._closed.wait(pause)
+            pause = min(2 * pause, LAST_RETRY_S)
+
+    # What the keeper says unasked
+
+    def _pushed(self, message: Any, fds: list[int]) -> None:
+        if isinstance(message, Hold):
+            self._hold(message, fds)
+            return
+        for fd in fds:
+            os.close(fd)
+        if isinstance(message, Complete):
+            self._settle(message.version)
+            self._listeners.complete(message)
+        elif isinstance(message, Voided):
+            self._settle(message.version)
+            self._listeners.voided(message)
+        elif isinstance(message, Ending):
+            self.ended = message.reason
+            if not self._closed.is_set():
+                log.warning("the keeper has ended (%s); the run is unprotected", message.reason)
+
+    def _settle(self, version: Any) -> None:
+        word = self._last_word
+        if word is not None and word.version == version:
+            self._last_word = None
+
+    def _hold(self, message: Hold, fds: list[int]) -> None:
+        self._forget(message.forget)
+        for arena_id, fd in zip(message.arena_ids, fds, strict=True):
+            if arena_id in self._held or self._closed.is_set():
+                os.close(fd)
+            else:
+                self._held[arena_id] = fd
+        client = self._client
+        if client is not None and not client.lost:
+            with contextlib.suppress(Error):
+                client.post(Held(list(self._held)))
+
+    def _forget(self, arena_ids: list[str]) -> None:
+        for arena_id in arena_ids:
+            fd = self._held.pop(arena_id, None)
+            if fd is not None:
+                os.close(fd)
+
+
+def _after_fork() -> None:
+    for link in list(_links):
+        link.close_in_forked_child()
+
+
+os.register_at_fork(after_in_child=_after_fork)

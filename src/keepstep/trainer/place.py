@@ -1,0 +1,91 @@
+"""Where this trainer stands: its rank, its launcher, and what the trainers of one round share."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+import torch.distributed
+
+from keepstep.config import Config
+from keepstep.errors import ConfigError
+from keepstep.identity import Identity, identify, process_key
+from keepstep.protocol import Register
+from keepstep.trainer.capture import Place
+from keepstep.types import Incarnation
+
+log = logging.getLogger("keepstep")
+
+SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+def find_place(environ: Mapping[str, str] | None = None) -> Place:
+    """Rank and world from the process group, else from the launcher's environment, else a single process."""
+    environ = os.environ if environ is None else environ
+    rank, world = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    local_world = _number(environ, "LOCAL_WORLD_SIZE", world)
+    place = Place(rank, world, _number(environ, "LOCAL_RANK", rank % max(local_world, 1)), local_world)
+    if not (0 <= place.rank < place.world_size and 0 <= place.local_index < place.local_world_size <= place.world_size):
+        raise ConfigError(f"the environment contradicts itself: {place}", hint="check RANK, WORLD_SIZE and LOCAL_RANK")
+    return place
+
+
+def find_identity(config: Config, place: Place) -> Identity:
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    owner = os.getppid() if launched or place.world_size > 1 else os.getpid()
+    identity = identify(config, launch=process_key(owner))
+    if not identity.outlives_launch and place.rank == 0:
+        log.warning(
+            "this run has no id: its state can be restored under this launcher only. "
+            "Set KEEPSTEP_RUN_ID, or --rdzv-id, to a name of its own."
+        )
+    return identity
+
+
+def registration(config: Config, place: Place) -> Register:
+    environ = os.environ
+    launched = "TORCHELASTIC_RUN_ID" in environ
+    given = environ.get("KEEPSTEP_INCARNATION")
+    if place.world_size == 1 and not launched:
+        label = process_key(os.getpid())
+    else:
+        round_ = f"{environ.get('TORCHELASTIC_RESTART_COUNT', '')}:{environ.get('MASTER_PORT', '')}"
+        label = f"{process_key(os.getppid())}:{round_}"
+    return Register(
+        rank=place.rank, world_size=place.world_size, local_index=place.local_index,
+        local_world_size=place.local_world_size, incarnation=_parse_incarnation(given) if given else None,
+        label=label, launcher_pid=os.getppid() if launched else 0, every=config.every, slots=config.arena.slots,
+        progress=-1,
+    )  # fmt: skip
+
+
+def warn_about_shared_store() -> None:
+    """torchrun 2.13 gives a restarted round the old round's store; workers then read stale keys and hang."""
+    environ = os.environ
+    if "TORCHELASTIC_RUN_ID" not in environ or "KEEPSTEP_INCARNATION" in environ:
+        return
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get(SHARED_STORE) != "1":
+        version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+        if version >= (2, 12) and environ.get("RANK", "0") == "0":
+            log.warning(
+                "this torchrun hands its restarts a used store, and they may hang: set %s=1 on all nodes, "
+                "or launch with --rdzv-backend=keepstep",
+                SHARED_STORE,
+            )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(environ.get(name, default))
+    except ValueError:
+        raise ConfigError(f"{name}={environ[name]!r} is not a number") from None
+
+
+def _parse_incarnation(text: str) -> Incarnation:
+    try:
+        return Incarnation.parse(text)
+    except ValueError:
+        raise ConfigError(f"KEEPSTEP_INCARNATION={text!r} is not an incarnation", hint="unset it") from None

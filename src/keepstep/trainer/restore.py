@@ -1,0 +1,411 @@
+"""The way back into live objects: everything is checked first, then written strictly in place, RNG last.
+
+Two passes. `prepare` compares the saved tree with the live objects and collects what to write; any
+difference raises RecoveryError by path before a single byte is written. Then: modules, optimizers,
+other Stateful objects, plain containers, data loaders (loaded and primed), random states.
+
+Restored tensors never alias the arena: `optimizer.load_state_dict` would adopt them by reference and
+training would then overwrite the snapshot. It also casts state to the parameter's dtype; writing in
+place does neither.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import operator
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from keepstep.errors import IntegrityError, RecoveryError
+from keepstep.layout import Layout, Piece
+from keepstep.trainer import state as s
+from keepstep.trainer.blocks import is_dense
+from keepstep.types import Source, Survives
+from keepstep.values import InlineTensor, TensorRef, TorchDevice, TorchDtype, TorchSize
+
+log = logging.getLogger("keepstep")
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore()` gave back."""
+
+    step: int
+    source: Source
+    survives: Survives
+    duration_s: float
+    bytes: int
+    plan: tuple[str, ...]
+    """the reasons, one sentence each"""
+    _set_rng: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+
+    def restore_rng(self) -> None:
+        """Set all random states again, for loops that build an iterator after `restore()`."""
+        self._set_rng()
+
+
+class Saved:
+    """A verified snapshot: its tree, and its tensors as views of the arena."""
+
+    def __init__(self, tree: dict[str, Any], layout: Layout, payload: torch.Tensor) -> None:
+        self.tree, self._layout, self._payload = tree, layout, payload
+
+    def piece(self, ref: TensorRef) -> Piece:
+        try:
+            entry, piece = self._layout.refs[ref.index]
+        except IndexError:
+            raise IntegrityError("the values refer to a tensor that the layout does not have") from None
+        return self._layout.entries[entry].pieces[piece]
+
+    def view(self, ref: TensorRef) -> torch.Tensor:
+        """The saved tensor inside the arena. Copy it, never hand it out."""
+        entry_index, _ = self._layout.refs[ref.index]
+        entry, piece = self._layout.entries[entry_index], self.piece(ref)
+        dtype = dtype_named(piece.dtype)
+        if 0 in piece.shape:
+            return torch.empty_strided(piece.shape, piece.stride, dtype=dtype)
+        reach = 1 + sum((n - 1) * stride for n, stride in zip(piece.shape, piece.stride, strict=True))
+        begin, size = entry.offset + piece.start, reach * dtype.itemsize
+        if piece.start + size > entry.size_bytes or begin % dtype.itemsize:
+            raise IntegrityError(f"{piece.path} reaches beyond its entry")
+        flat = self._payload[begin : begin + size].view(dtype)
+        return flat.as_strided(piece.shape, piece.stride)
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor:
+        """A new tensor of its own with the saved bytes and geometry."""
+        view = self.view(ref)
+        fresh = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype) if is_dense(view) else None
+        return copy_bits(fresh if fresh is not None else torch.empty(view.shape, dtype=view.dtype), view)
+
+    def values(self, value: Any) -> Any:
+        """A part of the tree as the user's objects know it: tensors and torch types instead of references."""
+        kind = type(value)
+        if kind is TensorRef:
+            return self.tensor(value)
+        if kind is InlineTensor:
+            return from_inline(value)
+        if kind is dict:
+            return {key: self.values(item) for key, item in value.items()}
+        if kind is OrderedDict:
+            return OrderedDict((key, self.values(item)) for key, item in value.items())
+        if kind in (list, tuple):
+            return kind(self.values(item) for item in value)
+        if kind is TorchSize:
+            return torch.Size(value.dims)
+        if kind is TorchDtype:
+            return dtype_named(value.name)
+        return torch.device(value.name) if kind is TorchDevice else value
+
+
+class Writer:
+    """Checks a whole snapshot against the live objects, then writes it."""
+
+    def __init__(self, saved: Saved, items: s.Items) -> None:
+        self._saved, self._items = saved, items
+        self._writes: list[Callable[[], object]] = []
+        self._problems: list[str] = []
+
+    def prepare(self) -> None:
+        """Find everything to write. Raises with every difference named; nothing is touched."""
+        trees = self._saved.tree["items"]
+        self._compare_names("the state", set(trees), {item.path for item in self._items.all})
+        prepare: dict[str, Callable[[s.Item, Any], None]] = {
+            s.MODULE: self._module, s.OPTIMIZER: self._optimizer, s.STATEFUL: self._stateful,
+            s.LOADER: self._loader, s.PLAIN: self._plain, s.GENERATOR: lambda item, tree: None,
+        }  # fmt: skip
+        for item in self._items.all:
+            if item.path in trees:
+                prepare[item.kind](item, trees[item.path])
+        if self._problems:
+            shown = "; ".join(self._problems[:5])
+            more = f" (and {len(self._problems) - 5} more)" if len(self._problems) > 5 else ""
+            raise RecoveryError(
+                f"the snapshot does not fit the live objects: {shown}{more}",
+                hint="start with the code and settings that saved it, or give it up with keepstep release",
+            )
+        self._grads()
+
+    def write(self) -> None:
+        with torch.no_grad():
+            for write in self._writes:
+                write()
+        self.set_rng()
+
+    def set_rng(self) -> None:
+        """Random states last: building iterators and loading may draw from them."""
+        tree = self._saved.tree
+        if "rng" in tree:
+            set_rng_state(tree["rng"])
+        for item in self._items.of(s.GENERATOR):
+            set_generator(item.thing, tree["items"][item.path])
+        for item in self._items.of(s.LOADER):
+            for generator, value in zip(
+                s.loader_generators(item.thing), tree.get("loaders", {}).get(item.path, []), strict=False
+            ):
+                set_generator(generator, value)
+
+    # Each kind of object
+
+    def _module(self, item: s.Item, tree: Any) -> None:
+        reshard(item.thing)
+        live = item.thing.state_dict()
+        self._compare_names(item.path, set(tree), set(live))
+        extra = False
+        for name, saved in tree.items():
+            here = live.get(name, _MISSING)
+            if isinstance(saved, TensorRef) and isinstance(here, torch.Tensor):
+                self._copy(f"{item.path}.{name}", here, saved)
+            elif here is not _MISSING:
+                extra = True
+        if extra:
+            self._writes.append(partial(self._load, item, tree))
+
+    def _stateful(self, item: s.Item, tree: Any) -> None:
+        self._writes.append(partial(self._load, item, tree))
+
+    def _load(self, item: s.Item, tree: Any) -> None:
+        try:
+            item.thing.load_state_dict(self._saved.values(tree))
+        except Exception as error:
+            raise RecoveryError(
+                f"{item.path}.load_state_dict() refused what {item.path}.state_dict() gave: {error!r}",
+                hint="start with the code and settings that saved it",
+            ) from error
+
+    def _loader(self, item: s.Item, tree: Any) -> None:
+        def load_and_prime() -> None:
+            self._load(item, tree)
+            # Builds the iterator now, which draws from the RNG; the next `for` uses this one.
+            item.thing.state_dict()
+
+        if not s.loader_generators(item.thing):
+            log.debug("%s draws from the global RNG; it is primed before the RNG is restored", item.path)
+        self._writes.append(load_and_prime)
+
+    def _plain(self, item: s.Item, tree: Any) -> None:
+        if isinstance(item.thing, torch.Tensor):
+            self._copy(item.path, item.thing, tree)
+        else:
+            self._container(item.path, item.thing, tree)
+
+    def _container(self, path: str, live: Any, tree: Any) -> None:
+        """A dict or list of the user's own: tensors in place, values replaced, keys as they were saved."""
+        if type(tree) is list and isinstance(live, list):
+            pairs: list[tuple[Any, Any, Any]] = [
+                (i, live[i] if i < len(live) else _MISSING, saved) for i, saved in enumerate(tree)
+            ]
+            self._writes.append(lambda: operator.delitem(live, slice(len(tree), None)))
+        elif isinstance(tree, Mapping) and isinstance(live, dict):
+            pairs = [(key, live.get(key, _MISSING), saved) for key, saved in tree.items()]
+            self._writes.append(lambda: [live.pop(key) for key in list(live) if key not in tree])
+        else:
+            self._problems.append(f"{path} is a {type(live).__name__} now and was saved as a {type(tree).__name__}")
+            return
+        for key, here, saved in pairs:
+            self._member(f"{path}.{key}", live, key, here, saved)
+
+    def _member(self, path: str, live: Any, key: Any, here: Any, saved: Any) -> None:
+        if isinstance(saved, TensorRef) and isinstance(here, torch.Tensor) and self._same(here, saved):
+            self._copy(path, here, saved)
+        elif type(saved) in (dict, OrderedDict, list) and type(here) is type(saved):
+            self._container(path, here, saved)
+        elif isinstance(live, list) and here is _MISSING:
+            self._writes.append(lambda: live.append(self._saved.values(saved)))
+        else:
+            self._writes.append(lambda: live.__setitem__(key, self._saved.values(saved)))
+
+    # Optimizers
+
+    def _optimizer(self, item: s.Item, tree: Any) -> None:
+        optimizer = s.unwrap_optimizer(item.thing)
+        groups = tree["param_groups"]
+        shape = [len(group["params"]) for group in optimizer.param_groups]
+        if [len(group["params"]) for group in groups] != shape:
+            self._problems.append(
+                f"{item.path} has parameter groups of {shape} parameters now "
+                f"and had {[len(group['params']) for group in groups]}"
+            )
+            return
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            for parameter, key in zip(group["params"], saved["params"], strict=True):
+                path = f"{item.path}.state.{key}"
+                self._state(path, optimizer, group, parameter, tree["state"].get(key))
+            self._writes.append(partial(self._write_group, group, saved))
+        keys = {key for group in groups for key in group["params"]}
+        for key in tree["state"].keys() - keys:  # state that belongs to no parameter
+            self._writes.append(partial(self._write_other_state, optimizer, key, tree["state"][key]))
+
+    def _state(self, path: str, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, saved: Any) -> None:
+        if saved is None:
+            self._writes.append(lambda: optimizer.state.pop(parameter, None))
+            return
+        live = optimizer.state.get(parameter, {})
+        fresh: dict[str, Any] = {}
+        for key, value in saved.items():
+            here = live.get(key, _MISSING)
+            if not isinstance(value, TensorRef):
+                fresh[key] = value
+                continue
+            if not (isinstance(here, torch.Tensor) and self._same(here, value)):
+                here = fresh[key] = self._empty_state(path, key, group, parameter, value)
+            self._copy(f"{path}.{key}", here, value)
+        order = list(saved)
+        self._writes.append(lambda: self._write_state(optimizer, parameter, fresh, order))
+
+    def _write_state(self, optimizer: Any, parameter: torch.Tensor, fresh: dict[str, Any], order: list[str]) -> None:
+        target = optimizer.state[parameter]
+        for key in [key for key in target if key not in order]:
+            del target[key]
+        for key, value in fresh.items():
+            target[key] = value if isinstance(value, torch.Tensor) else self._near(value, parameter.device)
+
+    def _write_other_state(self, optimizer: Any, key: Any, value: Any) -> None:
+        optimizer.state[key] = self._saved.values(value)
+
+    def _near(self, value: Any, device: torch.device) -> Any:
+        """Values of a parameter's state; tensors in lists (LBFGS) go to the parameter's device."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._near(item, device) for item in value)
+        found = self._saved.values(value)
+        return found.to(device) if isinstance(value, TensorRef) else found
+
+    def _empty_state(
+        self, path: str, key: str, group: dict[str, Any], parameter: torch.Tensor, ref: TensorRef
+    ) -> torch.Tensor:
+        """A state tensor like the one that was saved: a DTensor where it was one, on the device torch would use."""
+        piece = self._saved.piece(ref)
+        dtype = dtype_named(piece.dtype)
+        on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+        device = torch.device("cpu") if on_host else parameter.device
+        if piece.sharded and isinstance(parameter, DTensor):
+            if tuple(parameter._local_tensor.shape) != piece.shape:
+                self._problems.append(f"{path}.{key} had the local shape {piece.shape}")
+            return torch.empty_like(parameter, dtype=dtype)
+        return torch.empty_strided(piece.shape, piece.stride, dtype=dtype, device=device)
+
+    def _write_group(self, group: dict[str, Any], saved: dict[str, Any]) -> None:
+        for key in [key for key in group if key != "params" and key not in saved]:
+            del group[key]
+        for key, value in saved.items():
+            if key == "params":
+                continue
+            here = group.get(key)
+            if isinstance(value, TensorRef) and isinstance(here, torch.Tensor):
+                copy_bits(here, self._saved.view(value))  # a tensor lr stays the same object
+            else:
+                group[key] = self._saved.values(value)
+
+    def _grads(self) -> None:
+        saved = self._saved.tree.get("grads")
+        if saved is None:
+            return
+        parameters = [p for o in self._items.optimizers for g in o.param_groups for p in g["params"]]
+        for parameter, ref in zip(parameters, saved, strict=True):
+            self._writes.append(partial(self._write_grad, parameter, ref))
+
+    def _write_grad(self, parameter: torch.Tensor, ref: TensorRef | None) -> None:
+        if ref is None:
+            parameter.grad = None
+            return
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        copy_bits(_local(parameter.grad), self._saved.view(ref))
+
+    # Small print
+
+    def _copy(self, path: str, live: torch.Tensor, ref: TensorRef) -> None:
+        piece = self._saved.piece(ref)
+        if not self._same(live, ref):
+            local = _local(live)
+            self._problems.append(
+                f"{path} is {tuple(local.shape)} {local.dtype} now and was {piece.shape} {piece.dtype}"
+            )
+            return
+        self._writes.append(lambda: copy_bits(_local(live), self._saved.view(ref)))
+
+    def _same(self, live: torch.Tensor, ref: TensorRef) -> bool:
+        piece, local = self._saved.piece(ref), _local(live)
+        return tuple(local.shape) == piece.shape and str(local.dtype) == f"torch.{piece.dtype}"
+
+    def _compare_names(self, where: str, saved: set[Any], live: set[Any]) -> None:
+        for names, text in ((saved - live, "was saved and is not there now"), (live - saved, "was not saved")):
+            if names:
+                self._problems.append(f"{where}: {', '.join(sorted(map(str, names))[:5])} {text}")
+
+
+def copy_bits(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Copy without converting: both have one dtype. Expanded targets are written once per element."""
+    target = target.detach()
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
+    return target
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """FSDP2 computes with stale weights when shards are written while a module is unsharded."""
+    for part in sharded_modules(module):
+        part.reshard()
+
+
+def sharded_modules(module: torch.nn.Module) -> list[Any]:
+    """The modules under `module` that FSDP2 manages."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def dtype_named(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise IntegrityError(f"{name!r} is not a dtype of this torch")
+    return found
+
+
+def from_inline(value: InlineTensor) -> torch.Tensor:
+    dtype = dtype_named(value.dtype)
+    if len(value.data) != math.prod(value.shape) * dtype.itemsize:
+        raise IntegrityError("a small tensor does not have the bytes that its shape wants")
+    if not value.data:
+        return torch.empty(value.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(value.data), dtype=torch.uint8).view(dtype).reshape(value.shape).clone()
+
+
+def set_rng_state(saved: Mapping[str, Any]) -> None:
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    torch.set_rng_state(from_inline(saved["torch"]))
+    states = [from_inline(value) for value in saved.get("cuda", [])]
+    if states and torch.cuda.is_available():
+        if len(states) != torch.cuda.device_count():
+            log.warning("%d CUDA random states were saved, %d devices are here", len(states), torch.cuda.device_count())
+        for device, value in enumerate(states[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(value, device)
+
+
+def set_generator(generator: Any, saved: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(from_inline(saved))
+    elif isinstance(generator, random.Random):
+        generator.setstate(saved)
+    else:
+        generator.bit_generator.state = copy.deepcopy(saved)

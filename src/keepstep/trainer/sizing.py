@@ -1,0 +1,91 @@
+"""How large the arena must be, before optimizer state exists.
+
+Optimizers make their state at their first step. What they will make is found by stepping the same
+class on one tiny CPU tensor per parameter group; the first real `take` corrects a wrong guess.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from keepstep.layout import align
+from keepstep.protocol import ArenaNeed
+from keepstep.trainer.copies import CopyPlan
+from keepstep.trainer.state import local_part
+
+log = logging.getLogger("keepstep")
+
+# Room for values to grow: loss lists, shuffle buffers, loader state.
+VALUES_SPARE_BYTES = 1 << 20
+LAYOUT_SPARE_BYTES = 1 << 16
+ENTRY_BYTES = 256
+REFERENCE_BYTES = 64
+TINY = (2, 2)
+
+
+def need_of(plan: CopyPlan, values_bytes: int, missing: list[int]) -> ArenaNeed:
+    """Room for the state as it is now, and for `missing` tensors (by size) that are still to come."""
+    return ArenaNeed(
+        layout_bytes=len(plan.encoded) + len(plan.encoded) // 4 + LAYOUT_SPARE_BYTES + ENTRY_BYTES * len(missing),
+        values_bytes=2 * values_bytes + VALUES_SPARE_BYTES + REFERENCE_BYTES * len(missing),
+        payload_bytes=plan.payload_bytes + sum(align(size) for size in missing),
+    )
+
+
+def missing_state(optimizers: list[torch.optim.Optimizer]) -> list[int]:
+    """Sizes of the state tensors that these optimizers have not made yet."""
+    sizes: list[int] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            waiting = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+            if waiting:
+                sizes += _predict(optimizer, group, waiting)
+    return sizes
+
+
+def _predict(optimizer: torch.optim.Optimizer, group: dict[str, Any], waiting: list[torch.Tensor]) -> list[int]:
+    made = _step_tiny(optimizer, group, waiting[0].dtype)
+    sizes = []
+    for parameter in waiting:
+        local = local_part(parameter, "parameter")
+        for shape, item_bytes in made:
+            sizes.append(local.numel() * item_bytes if shape == TINY else item_bytes)
+    return sizes
+
+
+def _step_tiny(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> list[tuple[Any, int]]:
+    """(shape, element or total bytes) of each state tensor of one tiny parameter after one step."""
+    options = {key: value for key, value in group.items() if key != "params" and not isinstance(value, torch.Tensor)}
+    options.update({key: False for key in ("capturable", "fused") if options.get(key)})
+    before = torch.get_rng_state()
+    try:
+        tiny = torch.nn.Parameter(torch.zeros(TINY, dtype=dtype))
+        tiny.grad = torch.zeros_like(tiny)
+        twin = type(optimizer)([{"params": [tiny], **options}], **_required(optimizer, options))
+        twin.step()
+        return [
+            (tuple(value.shape), value.element_size() if tuple(value.shape) == TINY else value.nbytes)
+            for value in twin.state[tiny].values()
+            if isinstance(value, torch.Tensor)
+        ]
+    except Exception as error:
+        # Two moments in full precision and a counter is what most optimizers keep; the first take corrects it.
+        log.info("the state of %s could not be predicted (%r); assuming two fp32 moments", type(optimizer), error)
+        return [(TINY, 4), (TINY, 4), ((), 8)]
+    finally:
+        torch.set_rng_state(before)
+
+
+def _required(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that the constructor insists on, from the group."""
+    import inspect
+
+    wanted = inspect.signature(type(optimizer)).parameters
+    return {
+        name: options[name]
+        for name, parameter in wanted.items()
+        if name in options and parameter.default is inspect.Parameter.empty
+    }

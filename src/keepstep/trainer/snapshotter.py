@@ -1,0 +1,464 @@
+"""The public object: `restore()` once, `take(step)` after each optimizer step, `close()` at the end.
+
+Saving never stops training: `take` returns a skipped PendingSnapshot with a reason where it cannot
+capture, and never raises for a fault of keepstep's. Restoring never guesses: `restore()` returns
+None only when there is truly nothing, and raises with a reason otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from keepstep import layout as layouts
+from keepstep import values as codec
+from keepstep.arena.header import Grant, Progress
+from keepstep.arena.segment import Mapping as SegmentMap
+from keepstep.arena.slots import Arena
+from keepstep.config import Config, resolve
+from keepstep.errors import CaptureError, ConfigError, Error, IntegrityError, RecoveryError
+from keepstep.protocol import (
+    ArenaGiven,
+    ArenaNeed,
+    Committed,
+    Complete,
+    Done,
+    Loaded,
+    RestoreFrom,
+    Void,
+    Voided,
+    WantArena,
+    WantRestore,
+)
+from keepstep.trainer import blocks, sizing
+from keepstep.trainer.capture import ArenaView, Capture, Job
+from keepstep.trainer.copies import CopyPlan, plan_copies
+from keepstep.trainer.fence import Fence
+from keepstep.trainer.link import Link, Listeners
+from keepstep.trainer.pending import PendingSnapshot
+from keepstep.trainer.place import find_identity, find_place, registration, warn_about_shared_store
+from keepstep.trainer.restore import Restored, Saved, Writer, sharded_modules
+from keepstep.trainer.state import MODULE, OPTIMIZER, STATEFUL, Collected, Items, collect, paths_of, unwrap_optimizer
+from keepstep.types import Source, Status, Survives, Version
+
+log = logging.getLogger("keepstep")
+
+SLOW_PREPARE_S = 1.0
+_open_here: set[str] = set()
+
+
+class Snapshotter:
+    """Keeps the state of this trainer. Use as a context manager; one per process and run."""
+
+    def __init__(self, state: Mapping[str, Any], config: Config | None = None) -> None:
+        self.config = resolve(config)
+        self._items = Items(state)
+        self._place = find_place()
+        self._identity = find_identity(self.config, self._place)
+        warn_about_shared_store()
+        key = f"{os.getpid()}:{self._identity.key}"
+        if key in _open_here:
+            raise ConfigError("another Snapshotter of this run is open in this process", hint="close() it first")
+        listeners = Listeners(self._on_complete, self._on_voided)
+        self._link = Link(self._identity, self.config, registration(self.config, self._place), listeners)
+        self._link.progress = lambda: self._progress
+        _open_here.add(key)
+        self._key = key
+        optimizers = [(item.path, unwrap_optimizer(item.thing)) for item in self._items.of(OPTIMIZER)]
+        self._fence = Fence(optimizers)
+        self._capture = Capture(
+            self._place, self.config.take, self._fence, committed=self._on_committed, voided=self._on_void
+        )
+        self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
+        self._view: ArenaView | None = None
+        self._plan: CopyPlan | None = None
+        self._signatures: list[tuple[Any, ...]] = []
+        self._pending: dict[Version, PendingSnapshot] = {}
+        self._changing = threading.Lock()
+        self._progress = -1
+        self._used_serial = -1
+        self._growing = False
+        self._warned: set[str] = set()
+        self._closed = False
+
+    # Restoring
+
+    def restore(self, rehearsal: Callable[[], object] | None = None) -> Restored | None:
+        """Bring back the newest version that all ranks have; None on a first start.
+
+        Call it once, on every rank, after model, optimizer, scheduler and loader exist and before the
+        first step. Also prepares the memory for snapshots. `rehearsal`: one throw-away forward and
+        backward pass, run before the state is written, which makes DDP with three or more ranks exact.
+        """
+        self._check_open()
+        started = time.monotonic()
+        answer, fds = self._link.request(WantRestore(), RestoreFrom, timeout_s=self.config.keeper.restore_s)
+        restored = None
+        if answer.version is not None:
+            restored = self._load(answer, fds[0], rehearsal, started)
+        self._prepare()
+        self._begin(restored.step if restored else None)
+        return restored
+
+    def _load(
+        self, answer: RestoreFrom, fd: int, rehearsal: Callable[[], object] | None, started: float
+    ) -> Restored:
+        assert answer.version is not None
+        if rehearsal is not None:
+            self._rehearse(rehearsal)
+        else:
+            self._warn_about_ddp()
+        arena = Arena.adopt(fd, run_id=self._identity.run_id, node_id=self._identity.node_id)
+        view = ArenaView(arena, SegmentMap(arena.segment))
+        try:
+            writer = Writer(_read_snapshot(view, answer), self._items)
+            writer.prepare()
+            writer.write()
+        finally:
+            view.close()
+        log.info("restored %s from memory: %s", answer.version, "; ".join(answer.plan))
+        return Restored(
+            step=answer.version.step, source=Source.MEMORY, survives=Survives.PROCESS,
+            duration_s=time.monotonic() - started, bytes=answer.size_bytes, plan=tuple(answer.plan),
+            _set_rng=writer.set_rng,  # values only: the views of the arena are gone with it
+        )  # fmt: skip
+
+    def _rehearse(self, rehearsal: Callable[[], object]) -> None:
+        rehearsal()
+        for optimizer in self._items.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _warn_about_ddp(self) -> None:
+        parallel = [
+            item.path
+            for item in self._items.of(MODULE)
+            if isinstance(item.thing, torch.nn.parallel.DistributedDataParallel)
+        ]
+        if parallel and self._place.world_size >= 3:
+            self._warn_once(
+                "the first step of a new DDP sums in another order with three or more ranks: pass "
+                "restore(rehearsal=one_forward_and_backward) for a bit-exact resume"
+            )
+
+    def _begin(self, step: int | None) -> None:
+        """Ready for the first step; returns when all ranks are."""
+        self._link.request(Loaded(step), Done, timeout_s=self.config.keeper.restore_s)
+        self._link.ready = True
+
+    # Memory
+
+    def _prepare(self) -> None:
+        """Get the arena and fault it in, before the first step: all that can fail, fails here."""
+        collected = self._collect()
+        plan, signatures = self._make_plan(collected)
+        self._fence.muted = True
+        try:
+            missing = sizing.missing_state(self._items.optimizers)
+        finally:
+            self._fence.muted = False
+        need = sizing.need_of(plan, len(self._encode(collected)), missing)
+        self._take_arena(need, show=True)
+        self._plan, self._signatures = plan, signatures
+
+    def _take_arena(self, need: ArenaNeed, *, show: bool) -> None:
+        wanted = WantArena(need, self.config.arena.slots, self.config.arena.memory_limit_bytes)
+        given, fds = self._link.request(wanted, ArenaGiven, timeout_s=self.config.keeper.restore_s)
+        arena = Arena.adopt(fds[0], run_id=self._identity.run_id, node_id=self._identity.node_id)
+        if self._view is not None and self._view.arena.arena_id == given.arena_id:
+            arena.close()
+            return
+        mapping = SegmentMap(arena.segment)
+        with _ProgressLine(arena.segment.size_bytes, enabled=show) as progress:
+            mapping.populate(self.config.arena.prefault_threads, progress)
+        view = ArenaView(arena, mapping)
+        _register_with_cuda(mapping)
+        with self._changing:
+            old, self._view = self._view, view
+            self._write_progress(view)
+        if old is not None:
+            old.close()
+
+    def _grow(self, need: ArenaNeed) -> None:
+        """In the background: a larger arena, before the old one goes."""
+        if self._growing:
+            return
+        self._growing = True
+
+        def grow() -> None:
+            try:
+                self._capture.drain(timeout_s=600)
+                self._take_arena(need, show=False)
+            except Error as error:
+                log.error("the arena cannot grow: %s", error)
+            finally:
+                self._growing = False
+
+        threading.Thread(target=grow, name="keepstep-grow", daemon=True).start()
+
+    # Taking
+
+    def take(self, step: int) -> PendingSnapshot:
+        """Capture the state as it is now, under the name `step`. Call it after `optimizer.step()`.
+
+        Returns before the copy has finished. Never raises for a fault on the way: the returned
+        snapshot is then `skipped` with a `reason`.
+        """
+        self._check_open()
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"a step is a number from 0 on, not {step!r}")
+        try:
+            return self._take(step)
+        except Exception as error:
+            log.exception("take(%d) failed; training goes on", step)
+            return PendingSnapshot(step, reason=f"take failed: {error!r}")
+
+    def _take(self, step: int) -> PendingSnapshot:
+        if step <= self._progress:
+            return self._skip(step, f"steps must grow: the last one was {self._progress}")
+        self._progress = step
+        if self._view is not None:
+            self._write_progress(self._view)
+        self._capture.suspect()
+        if step % self.config.every:
+            return self._skip(step, f"not due: every={self.config.every}")
+        for part in self._sharded:
+            part.reshard()
+        grant = self._grant(step)
+        if isinstance(grant, str):
+            return self._skip(step, grant)
+        version = Version(self._link.incarnation, step)
+        try:
+            return self._begin_capture(version, grant)
+        except (Error, OSError, MemoryError, RuntimeError) as error:
+            reason = str(error) or repr(error)
+            self._warn_once(f"step {step} is not captured: {reason}")
+            self._link.say(Void(version, reason))
+            return self._skip(step, reason)
+
+    def _grant(self, step: int) -> Grant | str:
+        """The grant for this step, or why there is none."""
+        if self._view is None:
+            self._prepare_late()
+            return "the memory is being prepared: call restore() before the first step"
+        if self._growing:
+            return "the arena is growing"
+        if self._capture.current is not None:
+            return f"the snapshot at step {self._capture.current.version.step} is still being copied"
+        grant = self._view.arena.grant()
+        if grant is None or grant.incarnation != self._link.incarnation:
+            return "not granted yet: the keeper waits for all ranks" if self._link.up else self._no_keeper()
+        if grant.serial <= self._used_serial:
+            return "not granted: the last snapshot is still being sealed" if self._link.up else self._no_keeper()
+        if step < grant.step:
+            return f"not granted: the next snapshot is at step {grant.step}"
+        self._used_serial = grant.serial
+        return grant
+
+    def _no_keeper(self) -> str:
+        return f"the keeper has ended: {self._link.ended}" if self._link.ended else "the keeper is away"
+
+    def _begin_capture(self, version: Version, grant: Grant) -> PendingSnapshot:
+        assert self._view is not None
+        inexact = self._is_inexact()
+        collected = self._collect()
+        values = self._encode(collected)
+        plan = self._current_plan(collected)
+        need = ArenaNeed(len(plan.encoded), len(values), plan.payload_bytes)
+        if not self._view.arena.fits(need):
+            missing = sizing.missing_state([])
+            self._grow(sizing.need_of(plan, len(values), missing))
+            raise CaptureError(f"the state has outgrown its arena ({plan.payload_bytes:,} bytes); a larger one is made")
+        pending = PendingSnapshot(version.step)
+        self._remember(version, pending)
+        self._capture.begin(self._view, grant.slot, version, plan, values, inexact=inexact)
+        return pending
+
+    def _collect(self) -> Collected:
+        return collect(self._items, rng=self.config.rng, grads=self.config.grads)
+
+    def _encode(self, collected: Collected) -> bytes:
+        return codec.encode(collected.tree, path="state")
+
+    def _current_plan(self, collected: Collected) -> CopyPlan:
+        """The cached plan while every tensor is where and what it was; a new one otherwise."""
+        signatures = [blocks.signature(tensor) for tensor in collected.tensors]
+        if self._plan is None or signatures != self._signatures:
+            self._plan, self._signatures = self._make_plan(collected)
+        return self._plan
+
+    def _make_plan(self, collected: Collected) -> tuple[CopyPlan, list[tuple[Any, ...]]]:
+        built = blocks.build(collected.tensors, paths_of(collected.tree))
+        plan = plan_copies(built, self._fence.watched, self.config.take.small_bytes)
+        return plan, [blocks.signature(tensor) for tensor in collected.tensors]
+
+    def _is_inexact(self) -> bool:
+        """Between accumulation steps gradients are part of the state, and they are not in the snapshot."""
+        if self.config.grads or not self._fence.watched or self._fence.stepped():
+            return False
+        scaled = any(type(item.thing).__name__ == "GradScaler" for item in self._items.of(STATEFUL))
+        if not scaled:
+            self._warn_once(
+                "take() was called although no optimizer has stepped since the last one: gradients are not "
+                "captured, so a resume from here is not exact. Take after optimizer.step(), or use Config(grads=True)"
+            )
+        return not scaled
+
+    def _remember(self, version: Version, pending: PendingSnapshot) -> None:
+        with self._changing:
+            self._pending[version] = pending
+
+    def _skip(self, step: int, reason: str) -> PendingSnapshot:
+        log.debug("step %d skipped: %s", step, reason)
+        return PendingSnapshot(step, reason=reason)
+
+    def _write_progress(self, view: ArenaView) -> None:
+        try:
+            view.arena.write_progress(Progress(self._link.incarnation, self._progress))
+        except OSError as error:
+            self._warn_once(f"progress cannot be written: {error}")
+
+    def _prepare_late(self) -> None:
+        """The user never called restore(): prepare behind the training."""
+        if self._growing:
+            return
+        self._growing = True
+
+        def prepare() -> None:
+            try:
+                self._prepare()
+                self._begin(None)
+            except Error as error:
+                log.error("the memory cannot be prepared: %s", error)
+            finally:
+                self._growing = False
+
+        threading.Thread(target=prepare, name="keepstep-prepare", daemon=True).start()
+
+    # From other threads
+
+    def _on_committed(self, job: Job) -> None:
+        self._link.say(Committed(job.view.arena.arena_id, job.slot, job.version))
+
+    def _on_void(self, job: Job, reason: str) -> None:
+        self._link.say(Void(job.version, reason))
+        self._resolve(job.version, Survives.NOTHING, reason)
+
+    def _on_complete(self, message: Complete) -> None:
+        self._resolve(message.version, Survives.PROCESS, "")
+
+    def _on_voided(self, message: Voided) -> None:
+        self._resolve(message.version, Survives.NOTHING, f"void elsewhere (rank {message.rank}: {message.reason})")
+
+    def _resolve(self, version: Version, survives: Survives, reason: str) -> None:
+        with self._changing:
+            pending = self._pending.pop(version, None)
+            older = [self._pending.pop(v) for v in list(self._pending) if v < version]
+        for snapshot in older:
+            snapshot._resolve(Survives.NOTHING, final=True, reason=f"superseded by step {version.step}")
+        if pending is not None:
+            pending._resolve(survives, final=True, reason=reason)
+
+    # The rest
+
+    def status(self) -> Status:
+        """What the keeper knows: the structure that `keepstep status --json` prints."""
+        self._check_open()
+        return self._link.status()
+
+    def close(self, *, finished: bool = True) -> None:
+        """End. `finished`: the training is over; when all ranks say so the keeper gives the state up."""
+        if self._closed:
+            return
+        self._closed = True
+        self._capture.close()
+        self._fence.close()
+        self._link.close(finished=finished)
+        if self._view is not None:
+            self._view.close()
+            self._view = None
+        self._plan = None
+        _open_here.discard(self._key)
+        for pending in self._pending.values():
+            pending._resolve(Survives.NOTHING, final=True, reason="closed before it was complete")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(finished=kind is None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this Snapshotter is closed", hint="make a new one")
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned and len(self._warned) < 100:
+            self._warned.add(text)
+            log.warning(text)
+
+
+def _read_snapshot(view: ArenaView, answer: RestoreFrom) -> Saved:
+    """The tree and tensors of a slot that the keeper has verified."""
+    sealed = view.arena.sealed(answer.slot)
+    if sealed is None or sealed.version != answer.version:
+        raise IntegrityError(f"slot {answer.slot} changed after it was verified")
+    layout_span, values_span, _ = view.arena.used_spans(answer.slot, sealed.trainer)
+    encoded = view.arena.segment.read(layout_span.offset, layout_span.size_bytes)
+    layout = layouts.decode(encoded, payload_bytes=sealed.trainer.payload_bytes)
+    tree = codec.decode(view.arena.segment.read(values_span.offset, values_span.size_bytes))
+    if not isinstance(tree, dict) or "items" not in tree:
+        raise RecoveryError("the snapshot was written by another version of keepstep")
+    return Saved(tree, layout, view.payload(answer.slot))
+
+
+def _register_with_cuda(mapping: SegmentMap) -> None:
+    """Page-lock the arena for devices: copies then run at link speed beside the computation."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if runtime.cudaHostRegister(mapping.address, mapping.size_bytes, 1) != 0:
+        log.warning("the arena could not be registered with CUDA; copies will be slower")
+        torch.cuda.current_stream().query()
+
+
+class _ProgressLine:
+    """Says how far a long preparation is: a bar on a terminal, a line in the log elsewhere."""
+
+    def __init__(self, total_bytes: int, *, enabled: bool) -> None:
+        self._total, self._enabled = total_bytes, enabled
+        self._started = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Callable[[int], None]:
+        return self._show
+
+    def _show(self, done: int) -> None:
+        if not self._enabled or time.monotonic() - self._started < SLOW_PREPARE_S:
+            return
+        if self._bar is None and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("keepstep prepares its memory", total=self._total)
+            self._bar.start()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        took = time.monotonic() - self._started
+        if self._enabled and took >= SLOW_PREPARE_S:
+            log.info("prepared %.2f GiB of memory in %.1f s", self._total / (1 << 30), took)

@@ -1,0 +1,133 @@
+"""The nouns that every part shares: versions, what survives what, and the status contract.
+
+Nothing here does anything. Structures are frozen; those that cross the socket or leave through
+`keepstep status --json` are msgspec structs, and fields are only ever added, never renamed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+
+class Survives(enum.IntEnum):
+    """What a version outlives."""
+
+    NOTHING = 0
+    PROCESS = 1
+    NODE = 2
+    CLUSTER = 3
+
+
+class Source(enum.Enum):
+    """Where restored bytes came from."""
+
+    MEMORY = "memory"
+    PARITY = "parity"
+    DISK = "disk"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can say what it is and become it again, as in torch.distributed.checkpoint."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+class Incarnation(msgspec.Struct, frozen=True, order=True):
+    """One life of the job, from one (re)start to the next.
+
+    Numbers only grow; the nonce tells two lives apart that drew the same number in two halves of a
+    split cluster, so that their versions can never mix.
+    """
+
+    number: int
+    nonce: int
+
+    def __str__(self) -> str:
+        return f"{self.number}:{self.nonce:016x}"
+
+    @classmethod
+    def parse(cls, text: str) -> Incarnation:
+        number, _, nonce = text.partition(":")
+        return cls(int(number), int(nonce, 16))
+
+
+class Version(msgspec.Struct, frozen=True, order=True):
+    """One consistent state of the whole job: ordered by incarnation, then by step."""
+
+    incarnation: Incarnation
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} (incarnation {self.incarnation.number})"
+
+
+class SlotStatus(msgspec.Struct, frozen=True):
+    """One slot of a rank's arena, as the keeper knows it."""
+
+    index: int
+    state: str
+    """free, granted, committed, sealed or corrupt"""
+    step: int | None = None
+    incarnation: int | None = None
+    size_bytes: int = 0
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    """One line of `keepstep status`."""
+
+    rank: int
+    local_index: int
+    pid: int
+    alive: bool
+    progress: int | None
+    """the step of the last `take`, captured or not"""
+    step: int | None
+    """the newest step of this rank that is sealed"""
+    age_s: float | None
+    """seconds since that snapshot was sealed"""
+    survives: str
+    """nothing, process, node or cluster: of this rank's newest complete version"""
+    arena_bytes: int
+    slots: list[SlotStatus]
+
+
+class KeeperStatus(msgspec.Struct, frozen=True):
+    pid: int
+    instance: str
+    version: str
+    uptime_s: float
+    state: str
+    """waiting (for trainers), fencing, restoring, serving, leased or releasing"""
+    launcher_alive: bool
+    lease_left_s: float | None
+    holders: int
+    """processes besides the keeper that hold every memfd of this node"""
+
+
+class Status(msgspec.Struct, frozen=True):
+    """What `Snapshotter.status()` returns and `keepstep status --json` prints; `schema` grows with it."""
+
+    run_id: str
+    node_id: str
+    keeper: KeeperStatus
+    incarnation: int
+    step: int | None
+    """the newest version complete on all ranks, or None"""
+    age_s: float | None
+    survives: str
+    losses_covered: int
+    exposed: bool
+    base_step: int | None
+    ranks: list[RankStatus]
+    memory_bytes: int
+    counters: dict[str, float]
+    problems: list[str]
+    """sentences that a person should read; empty when all is well"""
+    schema: int = 1
