@@ -1,6 +1,6 @@
 """What a snapshot costs the training loop, against the other ways of saving the same state, on one CPU machine.
 
-    python benchmarks/bench_take.py --out benchmarks/results/take-cpu.json       about a quarter of an hour
+    python benchmarks/bench_take.py --out benchmarks/results/take-cpu.json       about twenty minutes, idle machine
     python benchmarks/bench_take.py --quick                                      a toy size, under half a minute
 
 Each contender runs in a process of its own, in rounds, each round in another order. Every target is printed as
@@ -123,9 +123,13 @@ def run_contender(name: str, options: argparse.Namespace) -> dict[str, Any]:
         if status == 0:
             return {**json.loads(result_file.read_text()), "left_behind": left_behind}
         log_tail = log_file.read_text(errors="replace")[-LOG_TAIL_CHARS:]
-        reason = log_tail.strip().rpartition("\n")[2] or f"exit status {status}"
-        error = f"failed: no end after {options.child_s:.0f} s" if status is None else f"failed: {reason}"
-        return {"error": error, "log": log_tail, "left_behind": left_behind}
+        if status is None:
+            reason = f"no end after {options.child_s:.0f} s"
+        elif status < 0:
+            reason = f"killed by {signal.Signals(-status).name}"
+        else:
+            reason = log_tail.strip().rpartition("\n")[2] or f"exit status {status}"
+        return {"error": f"failed: {reason}", "log": log_tail, "left_behind": left_behind}
 
 
 def make_plan(name: str, options: argparse.Namespace, directory: Path) -> Plan:

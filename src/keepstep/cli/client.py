@@ -88,14 +88,22 @@ def find_runs(config: Config) -> list[Run]:
     return sorted((run for run in runs if run is not None), key=lambda run: (run.identity.run_id, run.identity.node_id))
 
 
+def find_meant(config: Config) -> list[Run]:
+    """Of those, the ones that the settings can mean."""
+    return [
+        run
+        for run in find_runs(config)
+        if config.run_id in ("", run.identity.run_id) and config.node_id in ("", run.identity.node_id)
+    ]
+
+
 def choose(args: argparse.Namespace) -> Identity:
     """The run that the arguments, the environment, or the lack of any other run mean."""
     return choose_run(settings(args))
 
 
 def choose_run(config: Config) -> Identity:
-    runs = find_runs(config)
-    meant = [run for run in runs if _is_meant(run, config)]
+    meant = find_meant(config)
     living = [run for run in meant if run.alive]
     own = identify(config)
     exact = [run for run in living if run.identity.key == own.key and own.outlives_launch]
@@ -106,25 +114,21 @@ def choose_run(config: Config) -> Identity:
             f"{len(living)} runs are on this node: {', '.join(map(str, living))}",
             hint=f"--run-id {living[0].identity.run_id} (and --node-id {living[0].identity.node_id})",
         )
-    raise _no_run(config, runs=runs, dead=meant)
+    raise _no_run(config, dead=meant)
 
 
-def _is_meant(run: Run, config: Config) -> bool:
-    identity = run.identity
-    return config.run_id in ("", identity.run_id) and config.node_id in ("", identity.node_id)
-
-
-def _no_run(config: Config, *, runs: list[Run], dead: list[Run]) -> KeeperError:
+def _no_run(config: Config, *, dead: list[Run]) -> KeeperError:
     if dead:
         return KeeperError(
             f"the keeper of run {dead[0]} is dead",
             hint="its trainers start it again when they live; keepstep release removes what it left",
         )
-    where = runtime_dir(config)
-    if config.run_id and runs:
+    where, others = runtime_dir(config), find_runs(config)
+    if others:
         return KeeperError(
-            f"no keeper serves run {config.run_id!r} here; there are {', '.join(map(str, runs))}",
-            hint=f"--run-id {runs[0].identity.run_id}",
+            f"no keeper serves run {config.run_id!r} on node {config.node_id or 'any'!r} here; "
+            f"there is {', '.join(map(str, others))}",
+            hint=f"--run-id {others[0].identity.run_id}",
         )
     what = f"run {config.run_id!r}" if config.run_id else "any run of this user"
     return KeeperError(
@@ -169,9 +173,7 @@ def _listens(path: Path) -> bool:
 # Status, over HTTP
 
 
-def read_status(
-    run_id: str | None = None, node_id: str | None = None, runtime_dir: str | Path | None = None
-) -> Status:
+def read_status(run_id: str | None = None, node_id: str | None = None, runtime_dir: str | Path | None = None) -> Status:
     """The status of a run, chosen as every command chooses it."""
     return fetch_status(choose_run(_settings(run_id, node_id, runtime_dir)))
 

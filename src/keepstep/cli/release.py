@@ -11,8 +11,18 @@ import os
 import select
 from dataclasses import dataclass
 
-from keepstep.cli.client import Run, add_choice, choose_run, connect, fetch_status, find_runs, peer_pid, settings
-from keepstep.cli.tables import count, format_bytes
+from keepstep.cli.client import (
+    Run,
+    add_choice,
+    choose_run,
+    connect,
+    fetch_status,
+    find_meant,
+    find_runs,
+    peer_pid,
+    settings,
+)
+from keepstep.cli.tables import format_bytes
 from keepstep.config import Config
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
@@ -24,13 +34,14 @@ LEASED = "leased"
 @dataclass(frozen=True)
 class Released:
     memory_bytes: int
-    trainers: int
-    """that live, and hold the memory until they end"""
+    holders: int
+    """processes besides the keeper that hold the memory, and free it when they let go"""
 
     def __str__(self) -> str:
         size = format_bytes(self.memory_bytes)
-        if self.trainers:
-            return f"its keeper is gone; {count(self.trainers, 'trainer')} still hold {size} until they end"
+        if self.holders:
+            who = "1 process that held it too lets" if self.holders == 1 else f"{self.holders} that held it too let"
+            return f"its keeper is gone, {size} of memory are free when {who} go"
         return f"its keeper is gone, {size} of memory are free"
 
 
@@ -67,7 +78,8 @@ def release(identity: Identity, config: Config, *, force: bool = False) -> Relea
         finally:
             if pidfd >= 0:
                 os.close(pidfd)
-    return Released(before.memory_bytes, sum(rank.alive for rank in before.ranks))
+    trainers = sum(rank.alive for rank in before.ranks)
+    return Released(before.memory_bytes, max(before.keeper.holders, trainers))
 
 
 def _wait_until_gone(identity: Identity, pidfd: int, *, timeout_s: float) -> None:
@@ -83,8 +95,7 @@ def _wait_until_gone(identity: Identity, pidfd: int, *, timeout_s: float) -> Non
 
 def _find_dead(config: Config) -> Run | None:
     """The one run that is meant, if its keeper is dead: there is nobody to ask."""
-    runs = [run for run in find_runs(config) if config.run_id in ("", run.identity.run_id)]
-    runs = [run for run in runs if config.node_id in ("", run.identity.node_id)]
+    runs = find_meant(config)
     return runs[0] if len(runs) == 1 and not runs[0].alive else None
 
 

@@ -170,6 +170,12 @@ class Core:
                 f"incarnation {wanted.number} is over, this node is at {newest.number}",
                 hint="this trainer belongs to an older round and should end",
             )
+        rival = self._rival(event)
+        if rival is not None:
+            return KeeperError(
+                f"local rank {register.local_index} of this run is taken by process {rival.pid}, whose launcher lives",
+                hint="give the new job a run id of its own, or end the old one",
+            )
         others = [m for m in self.members.values() if m.index != register.local_index and self.opening is None]
         if wanted == self.incarnation and others:
             first = others[0].register
@@ -181,6 +187,14 @@ class Core:
                         hint="all ranks of a job need the same settings",
                     )
         return None
+
+    def _rival(self, event: e.TrainerRegisters) -> Member | None:
+        """A living trainer in the same place, under another living launcher: two jobs with one run id."""
+        known = self.members.get(event.register.local_index)
+        if known is None or not known.alive or known.finished is not None or known.pid == event.pid:
+            return None
+        launcher = known.register.launcher_pid
+        return known if launcher in self.launchers and launcher != event.register.launcher_pid else None
 
     def _incarnation_of(self, event: e.TrainerRegisters) -> Incarnation:
         register = event.register

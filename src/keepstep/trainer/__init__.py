@@ -1,7 +1,9 @@
 """Inside the training process; torch lives here.
 
     snapshotter  the public object: restore(), take(), status(), close()
-    state        the user's state as a tree of values and a list of tensors
+    items        the objects of the state, by name and kind
+    state        reading them: values as bytes, tensors by reference  (skeleton: recognised as unchanged)
+    rng          random states
     blocks       which bytes those tensors are, each stored once: the layout
     fence        the optimizer hooks: what may be copied while training goes on
     capture      one snapshot: what is copied inside take, what behind it, and the commit

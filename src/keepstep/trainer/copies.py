@@ -19,6 +19,7 @@ PIECE_BYTES = 64 << 20
 # A lazily copied tensor is sampled at `take`: this share of its bytes, within these bounds.
 SAMPLE_SHARE = 256
 SAMPLE_MIN, SAMPLE_MAX = 64, 1 << 20
+MAX_SAMPLES = 256
 
 
 @dataclass(frozen=True)
@@ -89,21 +90,39 @@ def _owners(block: Block, owned: list[set[int]]) -> frozenset[int]:
 
 @dataclass
 class Samples:
-    """Windows of the sources as they were at `take`, to be compared with what lands."""
+    """Windows of some sources as they were at `take`, to be compared with what lands."""
 
+    units: list[Unit]
     offsets: list[int]
-    sizes: list[int]
+    sources: list[torch.Tensor]
     taken: list[torch.Tensor]
 
     @classmethod
-    def choose(cls, units: list[Unit], rng: random.Random) -> Samples:
-        offsets, sizes, taken = [], [], []
+    def choose(cls, lazy: list[Unit], rng: random.Random) -> Samples:
+        """Other units and other windows each time, so that in time every byte is looked at."""
+        units = lazy if len(lazy) <= MAX_SAMPLES else rng.sample(lazy, MAX_SAMPLES)
+        offsets, sources, taken = [], [], []
         for unit in units:
             size = min(unit.size_bytes, max(SAMPLE_MIN, min(SAMPLE_MAX, unit.size_bytes // SAMPLE_SHARE)))
-            offsets.append(rng.randrange(unit.size_bytes - size + 1))
-            sizes.append(size)
+            offset = rng.randrange(unit.size_bytes - size + 1)
+            offsets.append(offset)
+            sources.append(unit.source[offset : offset + size])
             taken.append(torch.empty(size, dtype=torch.uint8, device=unit.source.device))
-        return cls(offsets, sizes, taken)
+        return cls(list(units), offsets, sources, taken)
 
-    def windows(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [t[o : o + s] for t, o, s in zip(tensors, self.offsets, self.sizes, strict=True)]
+    def take(self) -> None:
+        torch._foreach_copy_(self.taken, self.sources)
+
+    def changed(self, now: list[torch.Tensor]) -> Unit | None:
+        """The first unit whose window in `now` is not what was taken."""
+        for unit, before, after in zip(self.units, self.taken, now, strict=True):
+            if not torch.equal(before.to(after.device), after):
+                return unit
+        return None
+
+    def landed(self, payload: torch.Tensor) -> list[torch.Tensor]:
+        """The same windows in a slot's payload."""
+        return [
+            payload[unit.offset + offset : unit.offset + offset + window.numel()]
+            for unit, offset, window in zip(self.units, self.offsets, self.taken, strict=True)
+        ]

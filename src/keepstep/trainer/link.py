@@ -142,14 +142,20 @@ class Link:
         """The first connection: a keeper that cannot be had is the caller's error."""
         deadline = time.monotonic() + self.config.keeper.start_s
         while True:
+            self.ended = ""  # the keeper of a run that just ended may still be on its way out
             try:
                 return self._attempt(may_start=True)
-            except KeeperError:
-                if time.monotonic() >= deadline:
+            except Error:
+                if self._refused() or time.monotonic() >= deadline:
+                    self._closed.set()
+                    if self._client is not None:
+                        self._client.close()
                     raise
-                if self._client is not None and not self._client.lost:
-                    raise  # it answered, and refused
                 time.sleep(FIRST_RETRY_S)
+
+    def _refused(self) -> bool:
+        """Whether the last attempt failed by the keeper's own word, and not by its absence."""
+        return self._client is not None and not self._client.lost
 
     def _attempt(self, *, may_start: bool) -> Incarnation:
         try:
@@ -160,7 +166,9 @@ class Link:
             start_keeper(self.identity, self.config)
             client = self._dial()
         with self._changing:
-            self._client = client
+            before, self._client = self._client, client
+        if before is not None:
+            before.close()
         self._give_back(client)
         if self._held:
             client.post(Held(list(self._held)))
@@ -207,6 +215,10 @@ class Link:
                 return
             except Error as error:
                 log.info("no keeper yet: %s", error)
+                if self._refused():
+                    self.ended = str(error)
+                    log.error("the keeper refuses this trainer, the run is unprotected here: %s", error)
+                    return
             self._closed.wait(pause)
             pause = min(2 * pause, LAST_RETRY_S)
 

@@ -11,25 +11,22 @@ place does neither.
 
 from __future__ import annotations
 
-import copy
 import logging
-import math
 import operator
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.errors import IntegrityError, RecoveryError
 from keepstep.layout import Layout, Piece
-from keepstep.trainer import state as s
+from keepstep.trainer import items as s
 from keepstep.trainer.blocks import is_dense
+from keepstep.trainer.rng import dtype_named, from_inline, loader_generators, set_generator, set_rng_state
 from keepstep.types import Source, Survives
 from keepstep.values import InlineTensor, TensorRef, TorchDevice, TorchDtype, TorchSize
 
@@ -54,6 +51,24 @@ class Restored:
     def restore_rng(self) -> None:
         """Set all random states again, for loops that build an iterator after `restore()`."""
         self._set_rng()
+
+
+class RandomStates:
+    """The random states of a snapshot, and whose they are. Holds values only, nothing of the arena."""
+
+    def __init__(self, tree: Mapping[str, Any], items: s.Items) -> None:
+        self._globals = tree.get("rng")
+        loaders = tree.get("loaders", {})
+        self._own = [(item.thing, tree["items"][item.path]) for item in items.of(s.GENERATOR)]
+        for item in items.of(s.LOADER):
+            self._own += list(zip(loader_generators(item.thing), loaders.get(item.path, []), strict=False))
+
+    def set(self) -> None:
+        """Last of all: building iterators and loading may draw from them."""
+        if self._globals is not None:
+            set_rng_state(self._globals)
+        for generator, value in self._own:
+            set_generator(generator, value)
 
 
 class Saved:
@@ -141,20 +156,6 @@ class Writer:
         with torch.no_grad():
             for write in self._writes:
                 write()
-        self.set_rng()
-
-    def set_rng(self) -> None:
-        """Random states last: building iterators and loading may draw from them."""
-        tree = self._saved.tree
-        if "rng" in tree:
-            set_rng_state(tree["rng"])
-        for item in self._items.of(s.GENERATOR):
-            set_generator(item.thing, tree["items"][item.path])
-        for item in self._items.of(s.LOADER):
-            for generator, value in zip(
-                s.loader_generators(item.thing), tree.get("loaders", {}).get(item.path, []), strict=False
-            ):
-                set_generator(generator, value)
 
     # Each kind of object
 
@@ -190,7 +191,7 @@ class Writer:
             # Builds the iterator now, which draws from the RNG; the next `for` uses this one.
             item.thing.state_dict()
 
-        if not s.loader_generators(item.thing):
+        if not loader_generators(item.thing):
             log.debug("%s draws from the global RNG; it is primed before the RNG is restored", item.path)
         self._writes.append(load_and_prime)
 
@@ -372,40 +373,3 @@ def sharded_modules(module: torch.nn.Module) -> list[Any]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def dtype_named(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise IntegrityError(f"{name!r} is not a dtype of this torch")
-    return found
-
-
-def from_inline(value: InlineTensor) -> torch.Tensor:
-    dtype = dtype_named(value.dtype)
-    if len(value.data) != math.prod(value.shape) * dtype.itemsize:
-        raise IntegrityError("a small tensor does not have the bytes that its shape wants")
-    if not value.data:
-        return torch.empty(value.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(value.data), dtype=torch.uint8).view(dtype).reshape(value.shape).clone()
-
-
-def set_rng_state(saved: Mapping[str, Any]) -> None:
-    random.setstate(saved["python"])
-    np.random.set_state(saved["numpy"])
-    torch.set_rng_state(from_inline(saved["torch"]))
-    states = [from_inline(value) for value in saved.get("cuda", [])]
-    if states and torch.cuda.is_available():
-        if len(states) != torch.cuda.device_count():
-            log.warning("%d CUDA random states were saved, %d devices are here", len(states), torch.cuda.device_count())
-        for device, value in enumerate(states[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(value, device)
-
-
-def set_generator(generator: Any, saved: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(from_inline(saved))
-    elif isinstance(generator, random.Random):
-        generator.setstate(saved)
-    else:
-        generator.bit_generator.state = copy.deepcopy(saved)

@@ -19,12 +19,11 @@ from typing import Any, Self
 import torch
 
 from keepstep import layout as layouts
-from keepstep import values as codec
 from keepstep.arena.header import Grant, Progress
 from keepstep.arena.segment import Mapping as SegmentMap
 from keepstep.arena.slots import Arena
 from keepstep.config import Config, resolve
-from keepstep.errors import CaptureError, ConfigError, Error, IntegrityError, RecoveryError
+from keepstep.errors import CaptureError, ConfigError, Error, IntegrityError
 from keepstep.protocol import (
     ArenaGiven,
     ArenaNeed,
@@ -39,14 +38,16 @@ from keepstep.protocol import (
     WantRestore,
 )
 from keepstep.trainer import blocks, sizing
+from keepstep.trainer import state as states
 from keepstep.trainer.capture import ArenaView, Capture, Job
 from keepstep.trainer.copies import CopyPlan, plan_copies
 from keepstep.trainer.fence import Fence
+from keepstep.trainer.items import MODULE, OPTIMIZER, STATEFUL, Items, unwrap_optimizer
 from keepstep.trainer.link import Link, Listeners
 from keepstep.trainer.pending import PendingSnapshot
 from keepstep.trainer.place import find_identity, find_place, registration, warn_about_shared_store
-from keepstep.trainer.restore import Restored, Saved, Writer, sharded_modules
-from keepstep.trainer.state import MODULE, OPTIMIZER, STATEFUL, Collected, Items, collect, paths_of, unwrap_optimizer
+from keepstep.trainer.restore import RandomStates, Restored, Saved, Writer, sharded_modules
+from keepstep.trainer.state import Reader, Reading
 from keepstep.types import Source, Status, Survives, Version
 
 log = logging.getLogger("keepstep")
@@ -77,6 +78,7 @@ class Snapshotter:
         self._capture = Capture(
             self._place, self.config.take, self._fence, committed=self._on_committed, voided=self._on_void
         )
+        self._reader = Reader(self._items, rng=self.config.rng, grads=self.config.grads)
         self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
         self._view: ArenaView | None = None
         self._plan: CopyPlan | None = None
@@ -119,16 +121,20 @@ class Snapshotter:
         arena = Arena.adopt(fd, run_id=self._identity.run_id, node_id=self._identity.node_id)
         view = ArenaView(arena, SegmentMap(arena.segment))
         try:
-            writer = Writer(_read_snapshot(view, answer), self._items)
+            saved = _read_snapshot(view, answer)
+            writer = Writer(saved, self._items)
             writer.prepare()
             writer.write()
+            random_states = RandomStates(saved.tree, self._items)
+            random_states.set()
+            del saved, writer  # they point into the arena
         finally:
             view.close()
         log.info("restored %s from memory: %s", answer.version, "; ".join(answer.plan))
         return Restored(
             step=answer.version.step, source=Source.MEMORY, survives=Survives.PROCESS,
             duration_s=time.monotonic() - started, bytes=answer.size_bytes, plan=tuple(answer.plan),
-            _set_rng=writer.set_rng,  # values only: the views of the arena are gone with it
+            _set_rng=random_states.set,
         )  # fmt: skip
 
     def _rehearse(self, rehearsal: Callable[[], object]) -> None:
@@ -157,16 +163,18 @@ class Snapshotter:
 
     def _prepare(self) -> None:
         """Get the arena and fault it in, before the first step: all that can fail, fails here."""
-        collected = self._collect()
-        plan, signatures = self._make_plan(collected)
+        self._take_arena(self._foresee(), show=True)
+
+    def _foresee(self) -> ArenaNeed:
+        """What a snapshot will need, with the optimizer state that is still to come."""
+        reading = self._reader.read()
+        self._plan, self._signatures = self._make_plan(reading)
         self._fence.muted = True
         try:
             missing = sizing.missing_state(self._items.optimizers)
         finally:
             self._fence.muted = False
-        need = sizing.need_of(plan, len(self._encode(collected)), missing)
-        self._take_arena(need, show=True)
-        self._plan, self._signatures = plan, signatures
+        return sizing.need_of(self._plan, len(reading.values), missing)
 
     def _take_arena(self, need: ArenaNeed, *, show: bool) -> None:
         wanted = WantArena(need, self.config.arena.slots, self.config.arena.memory_limit_bytes)
@@ -179,7 +187,7 @@ class Snapshotter:
         with _ProgressLine(arena.segment.size_bytes, enabled=show) as progress:
             mapping.populate(self.config.arena.prefault_threads, progress)
         view = ArenaView(arena, mapping)
-        _register_with_cuda(mapping)
+        view.register_with_cuda()
         with self._changing:
             old, self._view = self._view, view
             self._write_progress(view)
@@ -268,36 +276,28 @@ class Snapshotter:
     def _begin_capture(self, version: Version, grant: Grant) -> PendingSnapshot:
         assert self._view is not None
         inexact = self._is_inexact()
-        collected = self._collect()
-        values = self._encode(collected)
-        plan = self._current_plan(collected)
-        need = ArenaNeed(len(plan.encoded), len(values), plan.payload_bytes)
+        reading = self._reader.read()
+        plan = self._current_plan(reading)
+        need = ArenaNeed(len(plan.encoded), len(reading.values), plan.payload_bytes)
         if not self._view.arena.fits(need):
-            missing = sizing.missing_state([])
-            self._grow(sizing.need_of(plan, len(values), missing))
+            self._grow(sizing.need_of(plan, len(reading.values), []))
             raise CaptureError(f"the state has outgrown its arena ({plan.payload_bytes:,} bytes); a larger one is made")
         pending = PendingSnapshot(version.step)
         self._remember(version, pending)
-        self._capture.begin(self._view, grant.slot, version, plan, values, inexact=inexact)
+        self._capture.begin(self._view, grant.slot, version, plan, reading.values, inexact=inexact)
         return pending
 
-    def _collect(self) -> Collected:
-        return collect(self._items, rng=self.config.rng, grads=self.config.grads)
-
-    def _encode(self, collected: Collected) -> bytes:
-        return codec.encode(collected.tree, path="state")
-
-    def _current_plan(self, collected: Collected) -> CopyPlan:
+    def _current_plan(self, reading: Reading) -> CopyPlan:
         """The cached plan while every tensor is where and what it was; a new one otherwise."""
-        signatures = [blocks.signature(tensor) for tensor in collected.tensors]
+        signatures = [blocks.signature(tensor) for tensor in reading.tensors]
         if self._plan is None or signatures != self._signatures:
-            self._plan, self._signatures = self._make_plan(collected)
+            self._plan, self._signatures = self._make_plan(reading)
         return self._plan
 
-    def _make_plan(self, collected: Collected) -> tuple[CopyPlan, list[tuple[Any, ...]]]:
-        built = blocks.build(collected.tensors, paths_of(collected.tree))
+    def _make_plan(self, reading: Reading) -> tuple[CopyPlan, list[tuple[Any, ...]]]:
+        built = blocks.build(reading.tensors, reading.paths())
         plan = plan_copies(built, self._fence.watched, self.config.take.small_bytes)
-        return plan, [blocks.signature(tensor) for tensor in collected.tensors]
+        return plan, [blocks.signature(tensor) for tensor in reading.tensors]
 
     def _is_inexact(self) -> bool:
         """Between accumulation steps gradients are part of the state, and they are not in the snapshot."""
@@ -330,10 +330,11 @@ class Snapshotter:
         if self._growing:
             return
         self._growing = True
+        need = self._foresee()
 
         def prepare() -> None:
             try:
-                self._prepare()
+                self._take_arena(need, show=False)
                 self._begin(None)
             except Error as error:
                 log.error("the memory cannot be prepared: %s", error)
@@ -415,20 +416,8 @@ def _read_snapshot(view: ArenaView, answer: RestoreFrom) -> Saved:
     layout_span, values_span, _ = view.arena.used_spans(answer.slot, sealed.trainer)
     encoded = view.arena.segment.read(layout_span.offset, layout_span.size_bytes)
     layout = layouts.decode(encoded, payload_bytes=sealed.trainer.payload_bytes)
-    tree = codec.decode(view.arena.segment.read(values_span.offset, values_span.size_bytes))
-    if not isinstance(tree, dict) or "items" not in tree:
-        raise RecoveryError("the snapshot was written by another version of keepstep")
+    tree = states.decode(view.arena.segment.read(values_span.offset, values_span.size_bytes))
     return Saved(tree, layout, view.payload(answer.slot))
-
-
-def _register_with_cuda(mapping: SegmentMap) -> None:
-    """Page-lock the arena for devices: copies then run at link speed beside the computation."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        return
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if runtime.cudaHostRegister(mapping.address, mapping.size_bytes, 1) != 0:
-        log.warning("the arena could not be registered with CUDA; copies will be slower")
-        torch.cuda.current_stream().query()
 
 
 class _ProgressLine:

@@ -1,173 +1,167 @@
-"""The user's state as a tree of plain values and a list of tensors.
+"""The user's state, read at one boundary: values as bytes, tensors by reference.
 
-`Items` names every object once, when the Snapshotter is made. `collect` runs inside each `take`, on
-the caller's thread, in one go: all objects are read at the same boundary. Tensors are only referred
-to; their bytes are read later. Paths are worked out only when a layout is made or an error is told.
+`read` runs inside each `take`, on the caller's thread, in one go. Tensors are only referred to; their
+bytes are read later. What an object says is kept in parts, each encoded on its own with references
+counted from the item's first tensor, so that a part that holds nothing but references is encoded
+once: modules and the state of optimizers are recognised as unchanged by looking at the places where
+their tensors live (`skeleton`), which costs a tenth of `state_dict()` and of encoding it again.
+
+    values = encode({"items": {path: [first tensor, {part: encoded tree}]}, "rng": …, "loaders": …, "grads": …})
 """
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from keepstep.errors import CaptureError
-from keepstep.types import Stateful
-from keepstep.values import InlineTensor, TensorRef, TorchDevice, TorchDtype, TorchSize
-
-MODULE, OPTIMIZER, STATEFUL, PLAIN = "module", "optimizer", "stateful", "plain"
-LOADER, GENERATOR = "loader", "generator"
+from keepstep import values as codec
+from keepstep.errors import CaptureError, IntegrityError
+from keepstep.trainer import skeleton
+from keepstep.trainer.items import GENERATOR, LOADER, MODULE, OPTIMIZER, PLAIN, STATEFUL, Item, Items, unwrap_optimizer
+from keepstep.trainer.rng import generator_state, inline_tensor, loader_generators, rng_state
+from keepstep.values import TensorRef, TorchDevice, TorchDtype, TorchSize
 
 # Tensors up to this size in schedulers, loaders and the like are values: their shape may change at every step.
 INLINE_BYTES = 65536
+WHOLE, STATE, GROUPS = "", "state", "param_groups"
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-@dataclass(frozen=True)
-class Item:
-    """One object of the state, with what it is."""
+@dataclass
+class Reading:
+    """The state at one boundary."""
 
-    path: str
-    kind: str
-    thing: Any
+    values: bytes
+    tensors: list[torch.Tensor]
+    parts: dict[str, tuple[int, dict[str, bytes]]]
 
-
-class Items:
-    """All objects of the state in the order in which they are restored: modules first, loaders last."""
-
-    _ORDER = (MODULE, OPTIMIZER, STATEFUL, PLAIN, LOADER, GENERATOR)
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-            raise CaptureError(
-                "the state must be a mapping from names to objects", hint='{"model": model, "optimizer": optimizer}'
-            )
-        found = [item for name, thing in state.items() for item in _expand(name, thing)]
-        self.all = sorted(found, key=lambda item: self._ORDER.index(item.kind))
-
-    def of(self, kind: str) -> list[Item]:
-        return [item for item in self.all if item.kind == kind]
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [unwrap_optimizer(item.thing) for item in self.of(OPTIMIZER)]
-
-
-def _expand(path: str, thing: Any) -> Iterator[Item]:
-    """Containers that hold Stateful objects are looked into; everything else is one item."""
-    kind = _kind(thing)
-    if kind == PLAIN and _holds_stateful(thing, 0):
-        children = thing.items() if isinstance(thing, Mapping) else enumerate(thing)
-        for key, child in children:
-            yield from _expand(f"{path}.{key}", child)
-    else:
-        if kind == PLAIN and not isinstance(thing, (dict, list, torch.Tensor)):
-            raise CaptureError(
-                f"{path} is a {type(thing).__name__}, which cannot be restored in place",
-                hint="give an object with state_dict() and load_state_dict(), a dict, a list or a tensor",
-            )
-        yield Item(path, kind, thing)
-
-
-def _kind(thing: Any) -> str:
-    if isinstance(thing, torch.nn.Module):
-        return MODULE
-    if isinstance(thing, torch.optim.Optimizer):
-        return OPTIMIZER
-    if isinstance(thing, (torch.Generator, random.Random, np.random.Generator)):
-        return GENERATOR
-    if isinstance(thing, Stateful):
-        return LOADER if isinstance(thing, torch.utils.data.DataLoader) or _iterates(thing) else STATEFUL
-    return PLAIN
-
-
-def _iterates(thing: Any) -> bool:
-    """A data loader by its looks: its iterator may be built, and draw from the RNG, when it is restored."""
-    return hasattr(type(thing), "__iter__") and hasattr(thing, "dataset")
-
-
-def _holds_stateful(thing: Any, depth: int) -> bool:
-    if depth > 8 or isinstance(thing, torch.Tensor):
-        return False
-    children = thing.values() if isinstance(thing, Mapping) else thing if isinstance(thing, (list, tuple)) else ()
-    return any(_kind(child) != PLAIN or _holds_stateful(child, depth + 1) for child in children)
-
-
-def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that torch's hooks see, inside wrappers such as Accelerate's."""
-    for _ in range(8):
-        inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, torch.optim.Optimizer):
-            break
-        optimizer = inner
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return optimizer
-
-
-# Reading
+    def paths(self) -> dict[int, str]:
+        """Tensor index -> path, for layouts and messages."""
+        found: dict[int, str] = {}
+        for path, (first, parts) in self.parts.items():
+            for name, encoded in parts.items():
+                where = f"{path}.{name}" if name and path != "grads" else path
+                for inner, index in _references(where, codec.decode(encoded)):
+                    found[first + index] = inner
+        return found
 
 
 @dataclass
-class Collected:
-    """The state at one boundary: `tree` refers to `tensors` by index."""
+class Reader:
+    """Reads the same objects again and again, and remembers what did not change."""
 
-    tree: dict[str, Any]
-    tensors: list[torch.Tensor]
+    items: Items
+    rng: bool
+    grads: bool
+    _known: dict[str, skeleton.Skeleton] = field(default_factory=dict)
 
+    def read(self) -> Reading:
+        tensors: list[torch.Tensor] = []
+        parts = {item.path: (len(tensors), self._parts(item, tensors)) for item in self.items.all}
+        tree: dict[str, Any] = {"items": {path: list(part) for path, part in parts.items()}}
+        if self.grads:
+            found = [p.grad for o in self.items.optimizers for group in o.param_groups for p in group["params"]]
+            parts["grads"] = (len(tensors), {WHOLE: _encode(_walk(found, tensors, len(tensors)), "grads")})
+            tree["grads"] = list(parts["grads"])
+        if self.rng:
+            tree["rng"] = rng_state()
+            tree["loaders"] = {
+                item.path: [generator_state(generator) for generator in loader_generators(item.thing)]
+                for item in self.items.of(LOADER)
+            }
+        return Reading(_encode(tree, "state"), tensors, parts)
 
-def collect(items: Items, *, rng: bool, grads: bool) -> Collected:
-    """Read every object now. The tree holds copies of values and references to tensors."""
-    tensors: list[torch.Tensor] = []
-    trees: dict[str, Any] = {}
-    for item in items.all:
+    def _parts(self, item: Item, tensors: list[torch.Tensor]) -> dict[str, bytes]:
+        first = len(tensors)
         if item.kind == GENERATOR:
-            trees[item.path] = generator_state(item.thing)
-        elif item.kind == PLAIN:
-            trees[item.path] = _walk(item.thing, tensors, inline=False)
+            return {WHOLE: _encode(generator_state(item.thing), item.path)}
+        if item.kind == PLAIN:
+            return {WHOLE: _encode(_walk(item.thing, tensors, first), item.path)}
+        if item.kind in (MODULE, OPTIMIZER):
+            known = self._known.get(item.path)
+            if known is not None and known.holds():
+                tensors.extend(known.tensors)
+                if item.kind == MODULE:
+                    return {WHOLE: known.encoded}
+                groups = _walk(known.param_groups(), tensors, first)
+                return {STATE: known.encoded, GROUPS: _encode(groups, item.path)}
+        return self._parts_anew(item, tensors, first)
+
+    def _parts_anew(self, item: Item, tensors: list[torch.Tensor], first: int) -> dict[str, bytes]:
+        try:
+            state = item.thing.state_dict()
+        except Exception as error:
+            raise CaptureError(f"{item.path}.state_dict() failed: {error!r}") from error
+        self._known.pop(item.path, None)
+        if item.kind == OPTIMIZER and type(state) is dict and state.keys() == {STATE, GROUPS}:
+            encoded = _encode(_walk(state[STATE], tensors, first), f"{item.path}.{STATE}")
+            found = skeleton.of_optimizer(unwrap_optimizer(item.thing), state, tensors[first:], encoded)
+            groups = _encode(_walk(state[GROUPS], tensors, first), f"{item.path}.{GROUPS}")
+            parts = {STATE: encoded, GROUPS: groups}
         else:
-            inline = item.kind in (STATEFUL, LOADER)
-            trees[item.path] = _walk(_state_dict(item), tensors, inline=inline)
-    tree: dict[str, Any] = {"items": trees}
-    if grads:
-        found = [p.grad for o in items.optimizers for g in o.param_groups for p in g["params"]]
-        tree["grads"] = _walk(found, tensors, inline=False)
-    if rng:
-        tree["rng"] = rng_state()
-        tree["loaders"] = {
-            item.path: [generator_state(generator) for generator in loader_generators(item.thing)]
-            for item in items.of(LOADER)
-        }
-    return Collected(tree, tensors)
+            encoded = _encode(_walk(state, tensors, first, inline=item.kind in (STATEFUL, LOADER)), item.path)
+            found = skeleton.of_module(item.thing, state, encoded) if item.kind == MODULE else None
+            parts = {WHOLE: encoded}
+        if found is not None:
+            self._known[item.path] = found
+        return parts
 
 
-def _state_dict(item: Item) -> Any:
-    try:
-        return item.thing.state_dict()
-    except Exception as error:
-        raise CaptureError(f"{item.path}.state_dict() failed: {error!r}") from error
+def decode(values: bytes) -> dict[str, Any]:
+    """What `Reader.read` encoded: items as trees whose references count from the first tensor of all."""
+    tree = codec.decode(values)
+    if not isinstance(tree, dict) or not isinstance(tree.get("items"), dict):
+        raise IntegrityError("the values of the snapshot are not what this keepstep writes")
+    tree["items"] = {path: _join(part) for path, part in tree["items"].items()}
+    if "grads" in tree:
+        tree["grads"] = _join(tree["grads"])
+    return tree
 
 
-def _walk(value: Any, tensors: list[torch.Tensor], *, inline: bool) -> Any:
+def _join(part: Any) -> Any:
+    if not (isinstance(part, list) and len(part) == 2 and isinstance(part[1], dict)):
+        raise IntegrityError("the values of the snapshot are not what this keepstep writes")
+    first, parts = part
+    trees = {name: _shift(codec.decode(encoded), first) for name, encoded in parts.items()}
+    return trees.get(WHOLE, trees)
+
+
+def _shift(value: Any, by: int) -> Any:
+    kind = type(value)
+    if kind is TensorRef:
+        return TensorRef(value.index + by)
+    if kind is dict:
+        return {key: _shift(item, by) for key, item in value.items()}
+    if kind is OrderedDict:
+        return OrderedDict((key, _shift(item, by)) for key, item in value.items())
+    if kind in (list, tuple):
+        return kind(_shift(item, by) for item in value)
+    return value
+
+
+def _encode(tree: Any, path: str) -> bytes:
+    return codec.encode(tree, path=path)
+
+
+def _walk(value: Any, tensors: list[torch.Tensor], first: int, *, inline: bool = False) -> Any:
+    """The tree with references instead of tensors; they count from `first`."""
     kind = type(value)
     if kind is dict:
-        return {key: _walk(item, tensors, inline=inline) for key, item in value.items()}
+        return {key: _walk(item, tensors, first, inline=inline) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
         if inline and kind is not DTensor and value.device.type == "cpu" and value.nbytes <= INLINE_BYTES:
             return inline_tensor(value)
         tensors.append(value)
-        return TensorRef(len(tensors) - 1)
+        return TensorRef(len(tensors) - 1 - first)
     if kind is OrderedDict:
-        return OrderedDict((key, _walk(item, tensors, inline=inline)) for key, item in value.items())
-    if kind is list:
-        return [_walk(item, tensors, inline=inline) for item in value]
-    if kind is tuple:
-        return tuple(_walk(item, tensors, inline=inline) for item in value)
+        return OrderedDict((key, _walk(item, tensors, first, inline=inline)) for key, item in value.items())
+    if kind is list or kind is tuple:
+        return kind(_walk(item, tensors, first, inline=inline) for item in value)
     if kind is torch.Size:
         return TorchSize(tuple(value))
     if kind is torch.dtype:
@@ -177,88 +171,30 @@ def _walk(value: Any, tensors: list[torch.Tensor], *, inline: bool) -> Any:
     return value
 
 
-def paths_of(tree: Any) -> dict[int, str]:
-    """Tensor index -> path, for layouts and messages."""
-    found: dict[int, str] = {}
-    for path, value in tree["items"].items():
-        _find_paths(path, value, found)
-    _find_paths("grads", tree.get("grads"), found)
-    return found
-
-
-def _find_paths(path: str, value: Any, found: dict[int, str]) -> None:
+def _references(path: str, value: Any) -> Iterator[tuple[str, int]]:
     if isinstance(value, TensorRef):
-        found[value.index] = path
-    elif isinstance(value, Mapping):
+        yield path, value.index
+    elif isinstance(value, dict):
         for key, item in value.items():
-            _find_paths(f"{path}.{key}", item, found)
+            yield from _references(f"{path}.{key}", item)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            _find_paths(f"{path}.{index}", item, found)
+            yield from _references(f"{path}.{index}", item)
 
 
 def local_part(tensor: torch.Tensor, path: str) -> torch.Tensor:
     """The bytes that this rank holds of a tensor; refuses subclasses whose bytes are elsewhere."""
-    if type(tensor) is DTensor:
-        tensor = tensor._local_tensor
-        if type(tensor) not in _PLAIN_TENSORS:
-            raise _unknown_subclass(tensor, path)
-    elif isinstance(tensor, torch.nn.Parameter) and isinstance(tensor.data, DTensor):
-        tensor = tensor.data._local_tensor
-    elif type(tensor) not in _PLAIN_TENSORS and not isinstance(tensor, torch.nn.Parameter):
-        raise _unknown_subclass(tensor, path)
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    part = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
+    if isinstance(part, DTensor):
+        part = part._local_tensor
+    if type(part) not in _PLAIN_TENSORS:
         raise CaptureError(
-            f"{path} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which has no plain bytes",
+            f"{path} is a {type(part).__module__}.{type(part).__qualname__}, a tensor subclass keepstep does not know",
+            hint="wrap its owner in an object whose state_dict() returns the inner tensors",
+        )
+    if part.layout is not torch.strided or part.is_quantized or part.device.type == "meta":
+        raise CaptureError(
+            f"{path} is a {part.layout} tensor of {part.dtype} on {part.device}, which has no plain bytes",
             hint="keep it out of the state, or store a dense copy",
         )
-    return tensor.detach()
-
-
-def _unknown_subclass(tensor: torch.Tensor, path: str) -> CaptureError:
-    return CaptureError(
-        f"{path} is a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor subclass keepstep does not know",
-        hint="wrap its owner in an object whose state_dict() returns the inner tensors",
-    )
-
-
-def inline_tensor(tensor: torch.Tensor) -> InlineTensor:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return InlineTensor(str(plain.dtype).removeprefix("torch."), tuple(plain.shape), data)
-
-
-# Random states
-
-
-def rng_state() -> dict[str, Any]:
-    """All global random states. Devices only where CUDA is in use: asking would start it."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": inline_tensor(torch.get_rng_state()),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = [inline_tensor(s) for s in torch.cuda.get_rng_state_all()]
-    return state
-
-
-def generator_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return inline_tensor(generator.get_state())
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state
-
-
-def loader_generators(loader: Any) -> list[torch.Generator]:
-    """A data loader's own generators: its order is wrong after a restore unless they are set too."""
-    found: list[torch.Generator] = []
-    parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    parts.append(getattr(parts[2], "sampler", None))
-    for part in parts:
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
-            found.append(generator)
-    return found
-
+    return part.detach()

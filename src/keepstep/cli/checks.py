@@ -1,0 +1,318 @@
+"""What `keepstep doctor` looks at: each check is one small function that returns what it found.
+
+Nothing here changes the machine: what a check makes (a directory, a memfd) it removes. torch is asked
+only in a subprocess with a deadline, because importing it takes seconds and may hang on a sick driver.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from keepstep._version import VERSION
+from keepstep.arena import room
+from keepstep.arena.segment import MADV_POPULATE_WRITE, SEALS, Segment
+from keepstep.cli.client import fetch_status, find_runs
+from keepstep.cli.tables import format_bytes, format_seconds
+from keepstep.config import CONFIG_FILE, Config, as_environment, resolve
+from keepstep.errors import Error
+from keepstep.identity import ensure_private, identify, runtime_dir
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+TORCH_S = 60.0
+"""To import torch and register a page with CUDA: seconds when all is well, minutes on a cold network disk."""
+PROBE_BYTES = 1 << 20
+OLDEST_TORCH = (2, 6)
+INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+"""The kernel's fixed number for the namespace of the machine itself."""
+SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the doctor."""
+
+    name: str
+    level: str
+    """ok, warning or problem"""
+    text: str
+    todo: str = ""
+    """what to do about it"""
+
+
+def examine(config: Config, *, torch: bool) -> Iterator[Finding]:
+    """Every check in order. A check that itself fails is a finding, not the end of the others."""
+    yield from _guard("versions", check_versions)
+    yield from _guard("entry point", check_entry_point)
+    yield from _guard("settings", lambda: check_settings(config))
+    yield from _guard("run id", lambda: check_run_id(config))
+    yield from _guard("runtime directory", lambda: check_runtime_dir(config))
+    yield from _guard("memory", check_memory)
+    yield from _guard("oom kill", lambda: check_oom_group(Path("/")))
+    yield from _guard("shared memory", check_memfd)
+    yield from _guard("populate", check_populate)
+    yield from _guard("/dev/shm", check_dev_shm)
+    yield from _guard("memlock", check_memlock)
+    yield from _guard("pidfd", check_pidfd)
+    yield from _guard("pid namespace", check_pid_namespace)
+    yield from _guard("torchrun restarts", check_shared_store)
+    yield from _guard("cuda", lambda: check_cuda(torch=torch))
+    yield from _guard("other runs", lambda: check_other_runs(config))
+
+
+def _guard(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+    try:
+        return check()
+    except Error as error:
+        return [Finding(name, PROBLEM, error.message, error.hint)]
+    except OSError as error:
+        return [
+            Finding(name, PROBLEM, error.strerror or str(error), "look for a sandbox or a container that forbids it")
+        ]
+
+
+# What is installed
+
+
+def check_versions() -> list[Finding]:
+    python = ".".join(map(str, sys.version_info[:3]))
+    texts, missing = [f"keepstep {VERSION}", f"python {python}"], []
+    for package in ("torch", "numpy", "msgspec", "xxhash", "rich", "prometheus_client"):
+        try:
+            texts.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        names = " ".join(missing)
+        return [Finding("versions", PROBLEM, f"not installed: {names}", f"pip install {names}")]
+    if _release(metadata.version("torch")) < OLDEST_TORCH:
+        return [Finding("versions", PROBLEM, f"torch {metadata.version('torch')} is too old", "use torch 2.6 or newer")]
+    return [Finding("versions", OK, ", ".join(texts))]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def check_entry_point() -> list[Finding]:
+    found = [point for point in metadata.entry_points(group="torchrun.handlers") if point.name == "keepstep"]
+    if found:
+        return [Finding("entry point", OK, "torchrun finds --rdzv-backend=keepstep")]
+    text = "torchrun does not find --rdzv-backend=keepstep: keepstep is on the path but not installed"
+    return [Finding("entry point", PROBLEM, text, "pip install keepstep (or pip install -e . in a checkout)")]
+
+
+# What is set
+
+
+def check_settings(config: Config) -> list[Finding]:
+    given = as_environment(config)
+    if not given:
+        return [Finding("settings", OK, "all at their defaults")]
+    return [Finding("settings", OK, f"{name}={value}, from {_origin(name, value)}") for name, value in given.items()]
+
+
+def _origin(name: str, value: str) -> str:
+    """What the command line says beats the environment, and that beats the file."""
+    if as_environment(resolve()).get(name) != value:
+        return "the command line"
+    return "the environment" if os.environ.get(name) else os.environ.get("KEEPSTEP_CONFIG_FILE", CONFIG_FILE)
+
+
+def check_run_id(config: Config) -> list[Finding]:
+    identity = identify(config)
+    if identity.outlives_launch:
+        return [Finding("run id", OK, f"{identity.run_id} on node {identity.node_id}")]
+    text = f"none is set here (node {identity.node_id}); under torchrun it is --rdzv-id"
+    return [Finding("run id", OK, text, "without one, a later launch does not find the state of an earlier one")]
+
+
+def check_runtime_dir(config: Config) -> list[Finding]:
+    directory = runtime_dir(config)
+    new = not directory.exists()
+    try:
+        ensure_private(directory)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    finally:
+        if new and directory.exists():
+            directory.rmdir()
+    return [Finding("runtime directory", OK, f"{directory}: private and writable")]
+
+
+# Memory
+
+
+def check_memory() -> list[Finding]:
+    found = room.measure()
+    cgroup = "no cgroup limit"
+    if found.cgroup_limit_bytes is not None:
+        used = format_bytes(found.cgroup_used_bytes)
+        cgroup = f"cgroup limit {format_bytes(found.cgroup_limit_bytes)} with {used} in use"
+    usable = found.free_bytes - room.RESERVE_BYTES
+    text = f"{format_bytes(max(0, usable))} can be had (MemAvailable {format_bytes(found.available_bytes)}, {cgroup})"
+    if usable <= 0:
+        return [Finding("memory", PROBLEM, text, "raise the limit, or end what uses the memory")]
+    return [Finding("memory", OK, text, "a rank needs its state times the slots (2)")]
+
+
+def check_oom_group(root: Path) -> list[Finding]:
+    """cgroup v2 only: v1 has no such switch."""
+    group = _find_oom_group(root)
+    if group is None:
+        return [Finding("oom kill", OK, "takes one process; the keeper and what it holds stay")]
+    text = f"memory.oom.group is set in {group}: one OOM kill takes trainers, keeper and launcher together"
+    todo = "count an OOM kill as the loss of the node, or run the keeper in a container of its own (keepstep keeper)"
+    return [Finding("oom kill", WARNING, text, todo)]
+
+
+def _find_oom_group(root: Path) -> Path | None:
+    lines = (root / "proc/self/cgroup").read_text().splitlines()
+    paths = [line.split(":", 2)[2] for line in lines if line.startswith("0::")]
+    mount = root / "sys/fs/cgroup"
+    for path in paths:
+        folder = mount / path.lstrip("/")
+        for candidate in (folder, *folder.parents):
+            switch = candidate / "memory.oom.group"
+            if switch.is_file() and switch.read_text().strip() == "1":
+                return candidate
+            if candidate == mount:
+                break
+    return None
+
+
+def check_memfd() -> list[Finding]:
+    segment = Segment.create(PROBE_BYTES)
+    try:
+        seals = fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS)
+        if seals & SEALS != SEALS:
+            return [Finding("shared memory", PROBLEM, "memfd seals do not hold", "use Linux 4.14 or newer")]
+        if segment.allocated_bytes < PROBE_BYTES:
+            text = "a memfd does not get its memory at once: a shortage would come in the middle of training"
+            return [Finding("shared memory", PROBLEM, text, "look for a sandbox (gVisor) around this process")]
+    finally:
+        segment.close()
+    return [Finding("shared memory", OK, "memfd_create and its seals work")]
+
+
+def check_populate() -> list[Finding]:
+    segment = Segment.create(PROBE_BYTES)
+    try:
+        with mmap.mmap(segment.fd, PROBE_BYTES) as mapping:
+            mapping.madvise(MADV_POPULATE_WRITE)
+    except OSError:
+        text = "MADV_POPULATE_WRITE is not there (Linux 5.14): pages are touched one by one before the first step"
+        return [Finding("populate", WARNING, text, "a newer kernel starts faster; nothing else changes")]
+    finally:
+        segment.close()
+    return [Finding("populate", OK, "MADV_POPULATE_WRITE works")]
+
+
+def check_dev_shm() -> list[Finding]:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return [Finding("/dev/shm", OK, "not there; it does not matter: arenas are memfds")]
+    size = format_bytes(found.f_blocks * found.f_frsize)
+    return [Finding("/dev/shm", OK, f"{size}; it does not matter: arenas are memfds")]
+
+
+def check_memlock() -> list[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    size = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+    return [Finding("memlock", OK, f"{size}; keepstep locks nothing itself, RDMA between nodes would")]
+
+
+# Processes
+
+
+def check_pidfd() -> list[Finding]:
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        signal.pidfd_send_signal(pidfd, 0)
+    finally:
+        os.close(pidfd)
+    return [Finding("pidfd", OK, "pidfd_open and pidfd_send_signal work")]
+
+
+def check_pid_namespace() -> list[Finding]:
+    if os.readlink("/proc/self/ns/pid") == INITIAL_PID_NAMESPACE:
+        return [Finding("pid namespace", OK, "the machine's own")]
+    first = Path("/proc/1/comm").read_text().strip()
+    text = f"a container's; trainers and keeper must share it, and all of them end with its process 1 ({first})"
+    return [Finding("pid namespace", OK, text)]
+
+
+def check_shared_store() -> list[Finding]:
+    if os.environ.get(SHARED_STORE) == "1":
+        return [Finding("torchrun restarts", OK, f"{SHARED_STORE}=1")]
+    text = "under torchrun's own rendezvous a restart reads stale keys of the shared store and may hang"
+    todo = f"torchrun --rdzv-backend=keepstep, or keepstep run, or {SHARED_STORE}=1 on every node"
+    return [Finding("torchrun restarts", WARNING, text, todo)]
+
+
+def check_other_runs(config: Config) -> list[Finding]:
+    findings = []
+    for run in find_runs(config):
+        if not run.alive:
+            todo = f"keepstep release --run-id {run.identity.run_id} removes them"
+            findings.append(Finding("other runs", WARNING, f"the dead keeper of {run} left its files", todo))
+            continue
+        status = fetch_status(run.identity)
+        text = f"{run} holds {format_bytes(status.memory_bytes)}, {status.keeper.state}"
+        left = status.keeper.lease_left_s
+        todo = "" if left is None else f"free in {format_seconds(left)}, or now by keepstep release --run-id"
+        level = OK if left is None else WARNING
+        findings.append(Finding("other runs", level, text, todo and f"{todo} {run.identity.run_id}"))
+    return findings or [Finding("other runs", OK, "no keeper of this user runs on this node")]
+
+
+# CUDA
+
+
+PROBE_CUDA = f"""
+import mmap, os, sys, numpy, torch
+if not torch.cuda.is_available():
+    print(f"torch {{torch.__version__}} imports and sees no GPU: state is captured on the CPU")
+    sys.exit()
+fd = os.memfd_create("keepstep-doctor")
+os.ftruncate(fd, {PROBE_BYTES})
+memory = numpy.frombuffer(mmap.mmap(fd, {PROBE_BYTES}), dtype=numpy.uint8)
+error = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, {PROBE_BYTES}, 0)
+if int(error):
+    sys.exit(f"cudaHostRegister refused shared memory: {{error}}")
+torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+print(f"torch {{torch.__version__}} registers shared memory with {{torch.cuda.get_device_name(0)}}")
+"""
+
+
+def check_cuda(*, torch: bool) -> list[Finding]:
+    if torch:
+        return _probe_cuda()
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return [Finding("cuda", OK, "a device is there", "keepstep doctor --torch tries shared memory with it")]
+    return [Finding("cuda", OK, "no NVIDIA device: state is captured on the CPU")]
+
+
+def _probe_cuda() -> list[Finding]:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE_CUDA], capture_output=True, text=True, timeout=TORCH_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [Finding("cuda", PROBLEM, f"torch did not answer within {TORCH_S:g} s", "nvidia-smi; dmesg")]
+    if done.returncode == 0:
+        return [Finding("cuda", OK, done.stdout.strip())]
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    todo = "snapshots still work, through pageable copies that hold the loop longer"
+    return [Finding("cuda", WARNING, lines[-1] if lines else f"exit code {done.returncode}", todo)]

@@ -1,0 +1,99 @@
+"""The objects of the user's state, each named once, with what it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepstep.errors import CaptureError
+from keepstep.types import Stateful
+
+MODULE, OPTIMIZER, STATEFUL, PLAIN = "module", "optimizer", "stateful", "plain"
+LOADER, GENERATOR = "loader", "generator"
+MAX_NESTING = 8
+
+
+@dataclass(frozen=True)
+class Item:
+    """One object of the state, with what it is."""
+
+    path: str
+    kind: str
+    thing: Any
+
+
+class Items:
+    """All objects of the state in the order in which they are restored: modules first, loaders last."""
+
+    _ORDER = (MODULE, OPTIMIZER, STATEFUL, PLAIN, LOADER, GENERATOR)
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+            raise CaptureError(
+                "the state must be a mapping from names to objects", hint='{"model": model, "optimizer": optimizer}'
+            )
+        found = [item for name, thing in state.items() for item in _expand(name, thing)]
+        self.all = sorted(found, key=lambda item: self._ORDER.index(item.kind))
+
+    def of(self, kind: str) -> list[Item]:
+        return [item for item in self.all if item.kind == kind]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [unwrap_optimizer(item.thing) for item in self.of(OPTIMIZER)]
+
+
+def _expand(path: str, thing: Any) -> Iterator[Item]:
+    """Containers that hold Stateful objects are looked into; everything else is one item."""
+    kind = _kind(thing)
+    if kind == PLAIN and _holds_stateful(thing, 0):
+        children = thing.items() if isinstance(thing, Mapping) else enumerate(thing)
+        for key, child in children:
+            yield from _expand(f"{path}.{key}", child)
+        return
+    if kind == PLAIN and not isinstance(thing, (dict, list, torch.Tensor)):
+        raise CaptureError(
+            f"{path} is a {type(thing).__name__}, which cannot be restored in place",
+            hint="give an object with state_dict() and load_state_dict(), a dict, a list or a tensor",
+        )
+    yield Item(path, kind, thing)
+
+
+def _kind(thing: Any) -> str:
+    if isinstance(thing, torch.nn.Module):
+        return MODULE
+    if isinstance(thing, torch.optim.Optimizer):
+        return OPTIMIZER
+    if isinstance(thing, (torch.Generator, random.Random, np.random.Generator)):
+        return GENERATOR
+    if isinstance(thing, Stateful):
+        return LOADER if isinstance(thing, torch.utils.data.DataLoader) or _iterates(thing) else STATEFUL
+    return PLAIN
+
+
+def _iterates(thing: Any) -> bool:
+    """A data loader by its looks: its iterator may be built, and draw from the RNG, when it is restored."""
+    return hasattr(type(thing), "__iter__") and hasattr(thing, "dataset")
+
+
+def _holds_stateful(thing: Any, depth: int) -> bool:
+    if depth > MAX_NESTING or isinstance(thing, torch.Tensor):
+        return False
+    children = thing.values() if isinstance(thing, Mapping) else thing if isinstance(thing, (list, tuple)) else ()
+    return any(_kind(child) != PLAIN or _holds_stateful(child, depth + 1) for child in children)
+
+
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that torch's hooks see, inside wrappers such as Accelerate's."""
+    for _ in range(MAX_NESTING):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            break
+        optimizer = inner
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
