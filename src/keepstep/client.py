@@ -32,6 +32,10 @@ def _ignore(message: Any, fds: list[int]) -> None:
         os.close(fd)
 
 
+class NoAnswerError(KeeperError):
+    """The keeper did not answer in time: neither gone nor refusing."""
+
+
 class KeeperClient:
     """One connection. Raises KeeperError from the constructor when there is no keeper to talk to."""
 
@@ -69,12 +73,13 @@ class KeeperClient:
         return self._socket.fileno()
 
     def post(self, message: Any, fds: list[int] | None = None) -> None:
-        """Send and expect no answer."""
-        faults.point(f"send.{type(message).__name__}")
+        """Send and expect no answer. A message that could not be sent ends the connection: half of it may be out."""
         try:
+            faults.point(f"send.{type(message).__name__}")
             with self._lock:
                 send(self._socket, message, fds)
         except OSError as error:
+            self.hang_up()
             raise KeeperError(f"the keeper is gone: {error.strerror}", hint="it is started again by itself") from error
 
     def request(
@@ -92,23 +97,29 @@ class KeeperClient:
             self.post(msgspec.structs.replace(message, ticket=ticket), fds)
             answer, received = future.result(timeout_s)
         except FutureTimeout:
-            raise KeeperError(
+            raise NoAnswerError(
                 f"the keeper did not answer {type(message).__name__} within {timeout_s:g} s",
-                hint="keepstep status shows what it is doing; KEEPSTEP_KEEPER_REQUEST_S waits longer",
+                hint="keepstep status shows what it is doing; all ranks must register, restore and close alike",
             ) from None
         finally:
             self._waiting.pop(ticket, None)
-        if isinstance(answer, Refused):
-            raise answer.error()
         if not isinstance(answer, expect):
+            for fd in received:
+                os.close(fd)
+            if isinstance(answer, Refused):
+                raise answer.error()
             raise KeeperError(f"the keeper answered {type(message).__name__} with {type(answer).__name__}")
         return answer, received
+
+    def hang_up(self) -> None:
+        """End the connection as if the keeper had: whoever waits for it comes back."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the connection; the reading thread ends by itself."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self.hang_up()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
         self._socket.close()

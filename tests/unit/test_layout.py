@@ -16,7 +16,7 @@ from keepstep import layout as layouts
 from keepstep.errors import IntegrityError
 from keepstep.layout import ALIGN, Entry, Layout, Piece, align, decode, describe, digest
 
-fuzz = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def piece(**changes: Any) -> Piece:

@@ -8,6 +8,7 @@ killer's list, stays small.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -38,12 +39,16 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
 class Segment:
-    """A sealed memfd by its descriptor, which the segment owns."""
+    """A sealed memfd by its descriptor, which the segment owns. Forked children do not keep it."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.fd = fd
         self.size_bytes = size_bytes
+        _segments.add(self)
 
     @classmethod
     def create(cls, size_bytes: int) -> Segment:
@@ -178,6 +183,15 @@ class Mapping:
     def close(self) -> None:
         """Give the map up. Tensors that still point into it keep it; it goes with the last of them."""
         self.map = memoryview(b"")
+
+
+def _close_in_forked_child() -> None:
+    for segment in list(_segments):
+        with contextlib.suppress(OSError):
+            segment.close()
+
+
+os.register_at_fork(after_in_child=_close_in_forked_child)
 
 
 def _unmap(address: int, size_bytes: int, pid: int) -> None:

@@ -57,7 +57,7 @@ def examine(config: Config, *, torch: bool) -> Iterator[Finding]:
     yield from _guard("settings", lambda: check_settings(config))
     yield from _guard("run id", lambda: check_run_id(config))
     yield from _guard("runtime directory", lambda: check_runtime_dir(config))
-    yield from _guard("memory", check_memory)
+    yield from _guard("memory", lambda: check_memory(config))
     yield from _guard("oom kill", lambda: check_oom_group(Path("/")))
     yield from _guard("shared memory", check_memfd)
     yield from _guard("populate", check_populate)
@@ -153,7 +153,7 @@ def check_runtime_dir(config: Config) -> list[Finding]:
 # Memory
 
 
-def check_memory() -> list[Finding]:
+def check_memory(config: Config) -> list[Finding]:
     found = room.measure()
     cgroup = "no cgroup limit"
     if found.cgroup_limit_bytes is not None:
@@ -163,7 +163,7 @@ def check_memory() -> list[Finding]:
     text = f"{format_bytes(max(0, usable))} can be had (MemAvailable {format_bytes(found.available_bytes)}, {cgroup})"
     if usable <= 0:
         return [Finding("memory", PROBLEM, text, "raise the limit, or end what uses the memory")]
-    return [Finding("memory", OK, text, "a rank needs its state times the slots (2)")]
+    return [Finding("memory", OK, text, f"a rank needs its state times {config.arena.slots} slots")]
 
 
 def check_oom_group(root: Path) -> list[Finding]:

@@ -7,15 +7,12 @@ run, the node and the directory is set as for any keeper: KEEPSTEP_KEEPER_* or k
 from __future__ import annotations
 
 import argparse
-import logging
 
 from keepstep.cli.client import add_choice, settings
-from keepstep.config import Config
 from keepstep.errors import ConfigError, KeeperError
-from keepstep.identity import Identity, identify
-from keepstep.keeper.__main__ import JsonLines
+from keepstep.identity import identify
+from keepstep.keeper.__main__ import serve
 from keepstep.keeper.lease import AlreadyRunningError
-from keepstep.keeper.runtime import Keeper
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,25 +26,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "a keeper must know which run it serves", hint="keepstep keeper --run-id NAME, the job's --rdzv-id"
         )
-    _log_to_standard_error(config)
-    _make_keeper(identity, config).run()
-    return 0
-
-
-def _make_keeper(identity: Identity, config: Config) -> Keeper:
     try:
-        return Keeper(identity, config)
+        serve(identity, config)
     except AlreadyRunningError as error:
         raise KeeperError(
             f"a keeper serves run {identity.run_id!r} on node {identity.node_id!r} already",
             hint=f"keepstep status --run-id {identity.run_id}; keepstep release --run-id {identity.run_id} ends it",
         ) from error
-
-
-def _log_to_standard_error(config: Config) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
-    logger = logging.getLogger("keepstep")
-    logger.addHandler(handler)
-    logger.setLevel(config.keeper.log_level.upper())
-    logger.propagate = False
+    return 0

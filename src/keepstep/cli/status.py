@@ -96,7 +96,8 @@ def _read_one(run: Run) -> RunStatus:
 
 def unprotected(status: Status) -> list[str]:
     """Why this run is not fully protected, as sentences; empty when it is."""
-    found = [] if status.step is not None else ["no version is complete"]
+    said = any("no version is complete" in problem for problem in status.problems)
+    found = ["no version is complete"] if status.step is None and not said else []
     dead = [str(rank.rank) for rank in status.ranks if not rank.alive]
     if dead:
         found.append(f"no trainer lives for rank {', '.join(dead)}")
@@ -118,6 +119,9 @@ def headline(status: Status) -> str:
     if not any(rank.alive for rank in status.ranks):
         return _headline_of_dead(status)
     progress = max((rank.progress for rank in status.ranks if rank.progress is not None), default=-1)
+    if corrupt := _corrupt(status):
+        step, ranks = corrupt
+        return f"A crash of the trainers now would go back beyond step {step}: it is corrupt on rank {ranks}."
     if status.step is None:
         lost = f"all steps up to {progress}" if progress >= 0 else "the start of the run"
         return f"A crash of the trainers now would cost {lost}: no version is complete yet."
@@ -128,8 +132,24 @@ def headline(status: Status) -> str:
     return f"A crash of the trainers now would cost {steps}: {progress} is done, {status.step} is complete."
 
 
+def _corrupt(status: Status) -> tuple[int, str] | None:
+    """A step newer than what is held that has failed its check, and the ranks where it did."""
+    damaged = [
+        (slot.step, rank.rank)
+        for rank in status.ranks
+        for slot in rank.slots
+        if slot.state == "corrupt" and slot.step is not None and slot.step > (-1 if status.step is None else status.step)
+    ]
+    if not damaged:
+        return None
+    newest = max(step for step, _ in damaged)
+    return newest, ", ".join(str(rank) for step, rank in damaged if step == newest)
+
+
 def _headline_of_dead(status: Status) -> str:
     held = "nothing is held" if status.step is None else f"step {status.step} is held"
+    if corrupt := _corrupt(status):
+        held += f" (step {corrupt[0]} is corrupt on rank {corrupt[1]})"
     if status.keeper.lease_left_s is not None:
         return f"No trainer and no launcher lives; {held} for another {status.keeper.lease_left_s:.0f} s."
     return f"No trainer lives; {held} until the launcher starts them again."

@@ -44,8 +44,7 @@ def main(arguments: list[str]) -> int:
         identity = identify(config)
         if "--detach" in arguments:
             return _detach(identity, config)
-        _log_to(None, config)
-        Keeper(identity, config).run()
+        serve(identity, config)
     except AlreadyRunningError as error:
         print(error, file=sys.stderr)
         return ALREADY_RUNNING
@@ -53,6 +52,19 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def serve(identity: Identity, config: Config) -> None:
+    """In the foreground, before the job: systemd, a sidecar. Waits for its first trainer without a limit."""
+    keeper = Keeper(identity, config, sidecar=True)
+    _log_to(None, config)
+    _avoid_oom_killer()
+    keeper.run()
+
+
+def _avoid_oom_killer() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
 
 
 def _detach(identity: Identity, config: Config) -> int:
@@ -80,8 +92,7 @@ def _serve_detached(identity: Identity, config: Config, write: int) -> None:
         keeper = Keeper(identity, config)
         _close_standard_streams()
         _log_to(Path(config.keeper.log_file) if config.keeper.log_file else identity.directory / "keeper.log", config)
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+        _avoid_oom_killer()
     except AlreadyRunningError as error:
         os.write(write, f"{ALREADY_RUNNING} {error}".encode())
         os._exit(ALREADY_RUNNING)

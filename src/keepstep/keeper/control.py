@@ -11,9 +11,11 @@ import contextlib
 import os
 import socket
 import struct
+import time
 from collections import deque
 from typing import Any
 
+from keepstep import faults
 from keepstep.protocol import FrameError, FrameReader, pack, receive
 
 MAX_QUEUED_BYTES = 4 << 20
@@ -28,6 +30,7 @@ class Connection:
         sock.setblocking(False)
         self.pid, self.uid = _peer(sock)
         self.role = ""
+        self.since = time.monotonic()
         self.held: set[str] = set()
         self.offered: set[str] = set()
         self._reader = FrameReader()
@@ -62,6 +65,7 @@ class Connection:
             frame, fds = self._queue[0]
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             try:
+                faults.point("keeper.send")
                 sent = self.sock.sendmsg([frame], ancillary)
             except BlockingIOError:
                 return

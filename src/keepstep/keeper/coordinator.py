@@ -93,8 +93,9 @@ class Coordinator:
         return next((grant for grant in self.open if grant.slots.get(index) == slot), None)
 
     def commit(self, index: int, slot: int, version: Version) -> OpenGrant | None:
+        """None: a word that is said again, of a grant that is over. Grants name steps that nobody has reached."""
         grant = self.find(index, slot)
-        if grant is None:
+        if grant is None or version.step < grant.step:
             return None
         grant.committed[index] = version
         if len(grant.versions) > 1 and grant.void is None:
@@ -103,13 +104,21 @@ class Coordinator:
             self.lead = min(self.lead + 1, MAX_LEAD)
         return grant
 
-    def refuse(self, index: int, reason: str) -> OpenGrant | None:
-        """Rank `index` will not write its slot under the latest grant it has not resolved."""
-        grant = next((grant for grant in self.open if not grant.resolved_for(index)), None)
+    def refuse(self, index: int, step: int, reason: str) -> OpenGrant | None:
+        """Rank `index` could not honour its grant at `step`. None: of a grant that is over."""
+        waiting = (grant for grant in self.open if index in grant.slots and not grant.resolved_for(index))
+        grant = next((grant for grant in waiting if grant.step <= step), None)
         if grant is not None:
             grant.voided.add(index)
             grant.void = grant.void or (index, reason)
         return grant
+
+    def withdraw(self, index: int, reason: str) -> None:
+        """Rank `index` will not write under any grant that it has not resolved."""
+        for grant in self.open:
+            if index in grant.slots and not grant.resolved_for(index):
+                grant.voided.add(index)
+                grant.void = grant.void or (index, reason)
 
     def fail_seal(self, index: int, slot: int, reason: str) -> OpenGrant | None:
         grant = self.find(index, slot)
@@ -150,8 +159,5 @@ class Coordinator:
     def forget(self, index: int) -> None:
         """A rank died or left: it resolves everything it had not written."""
         self.members.discard(index)
-        for grant in self.open:
-            if not grant.resolved_for(index):
-                grant.voided.add(index)
-                grant.void = grant.void or (index, "its trainer ended")
+        self.withdraw(index, "its trainer ended")
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.arena.header import Grant, Ledger
+from keepstep.arena.slots import MAX_SLOTS
 from keepstep.errors import Error, IntegrityError, KeeperError, RecoveryError
 from keepstep.keeper import events as e
 from keepstep.keeper.coordinator import Coordinator, OpenGrant
@@ -28,6 +29,8 @@ from keepstep.recovery.inventory import Holding, Inventory
 from keepstep.recovery.plan import Plan, plan
 from keepstep.types import Incarnation, Version
 
+# Steps and incarnation numbers stay far below what their 64 bits hold.
+MAX_STEP = 1 << 62
 FREE, GRANTED, COMMITTED, SEALED, CORRUPT = "free", "granted", "committed", "sealed", "corrupt"
 WAITING, FENCING, RESTORING, SERVING = "waiting", "fencing", "restoring", "serving"
 
@@ -39,6 +42,8 @@ class Limits:
     lease_s: float = 600.0
     fence_s: float = 10.0
     orphan_s: float = 300.0
+    sidecar: bool = False
+    """started by an administrator before the job: it waits for its first trainer without a limit"""
 
 
 @dataclass
@@ -113,6 +118,8 @@ class Core:
         self.verifying: set[tuple[str, int]] = set()
         self.restore_requests: list[e.RestoreWanted] = []
         self.loaded_requests: list[e.RankLoaded] = []
+        self.early: dict[int, e.SnapshotCommitted | e.GrantVoid] = {}
+        """what ranks said of a grant that this keeper has not taken up yet"""
         self.ledger_serial = 0
         self.launcher_reported = False
         """a launcher has given back what it held: from then on an empty inventory means that there is nothing"""
@@ -163,12 +170,22 @@ class Core:
             return KeeperError(f"local rank {register.local_index} of {register.local_world_size} makes no sense")
         if not 0 <= register.rank < register.world_size:
             return KeeperError(f"rank {register.rank} of {register.world_size} makes no sense")
+        if not (register.every >= 1 and 2 <= register.slots <= MAX_SLOTS and -1 <= register.progress < MAX_STEP):
+            return KeeperError(f"every={register.every}, slots={register.slots}, progress={register.progress}?")
         newest = self.opening.incarnation if self.opening else self.incarnation
         wanted = register.incarnation
+        if wanted is not None and not (1 <= wanted.number < MAX_STEP and 0 <= wanted.nonce < 1 << 64):
+            return KeeperError(f"incarnation {wanted} makes no sense")
         if wanted is not None and wanted != newest and wanted.number <= newest.number:
             return KeeperError(
                 f"incarnation {wanted.number} is over, this node is at {newest.number}",
                 hint="this trainer belongs to an older round and should end",
+            )
+        known = self.members.get(register.local_index)
+        if wanted == self.incarnation and self.opening is None and known is not None and known.pid != event.pid:
+            return KeeperError(
+                f"local rank {register.local_index} of incarnation {wanted.number} is, or was, process {known.pid}",
+                hint="a trainer that died is replaced in a new incarnation, with all others",
             )
         rival = self._rival(event)
         if rival is not None:
@@ -238,9 +255,10 @@ class Core:
             self._refuse(request.conn, request.ticket, KeeperError("a newer incarnation has begun"))
         self.members, self.restore_requests, self.loaded_requests = {}, [], []
         self.coordinator.begin(self.coordinator.complete)
-        self.decision, self.state, self.damaged = None, RESTORING, []
+        self.decision, self.state = None, RESTORING
         self.verifying.clear()
         self.last_grant.clear()
+        self.early.clear()
         self._reclaim_slots()
         for event in opening.waiting:
             self._register(event)
@@ -258,10 +276,10 @@ class Core:
         """Granted and half-written slots are nobody's any more. Committed ones are sealed before a decision."""
         for arena in self.arenas.values():
             for slot in arena.slots:
-                if slot.state == GRANTED:
-                    # The runtime looks again: its writer may have committed without a word.
+                if slot.state in (GRANTED, FREE):
+                    # Look again: its writer may have committed without a word, or not have begun.
                     assert slot.version is None
-                    self._do(e.SealSlot(arena.arena_id, slot.index, None))
+                    self._do(e.SealSlot(arena.arena_id, slot.index, None, self.remembered))
                     slot.state = COMMITTED
 
     def _join(self, event: e.TrainerRegisters) -> None:
@@ -280,36 +298,37 @@ class Core:
         self._do(e.Send(event.conn, Registered(self.incarnation, register.ticket)))
         if register.rejoin:
             self.state = SERVING
-            self._resume_grants()
+            self._advance()
         elif self.state == WAITING:
             # The keeper died while the job was restoring: decide again, from what was given back.
             self.state = RESTORING
             self._decide()
 
-    def _resume_grants(self) -> None:
-        """After the keeper's own death: take up the grant that stands in the arenas, on all ranks alike."""
-        if not self._all_loaded():
-            return
-        self.coordinator.members = set(self.members)
-        self._write_ledger()
-        standing = [grant for grant in self.last_grant.values() if grant.incarnation == self.incarnation]
-        latest = max(standing, key=lambda grant: grant.serial, default=None)
-        self.coordinator.serial = max([self.coordinator.serial, *(g.serial for g in standing)])
-        if latest is not None and latest.slot >= 0 and not self.coordinator.open:
-            self._take_up(latest)
-        self._advance()
+    def _resume(self) -> None:
+        """After the keeper's own death, once all ranks are back: take up the grant that stands in the arenas."""
+        standing = {i: grant for i, grant in self.last_grant.items() if grant.incarnation == self.incarnation}
+        latest = max(standing.values(), key=lambda grant: grant.serial, default=None)
+        if latest is not None and latest.serial > self.coordinator.serial:
+            self.coordinator.serial = latest.serial
+            if self.coordinator.complete is not None and self.coordinator.complete.incarnation == self.incarnation:
+                self.coordinator.base = None
+            self._take_up({i: grant for i, grant in standing.items() if grant.serial == latest.serial}, latest)
+            self._write_ledger()
+        words, self.early = self.early, {}
+        for word in words.values():
+            _DISPATCH[type(word)](self, word)
 
-    def _take_up(self, latest: Grant) -> None:
-        slots: dict[int, int] = {}
+    def _take_up(self, standing: dict[int, Grant], latest: Grant) -> None:
+        """Whoever saw the grant may be writing under it: no slot in it is given out again before it is resolved."""
+        grant = OpenGrant(latest.serial, latest.step, {})
         for index, member in self.members.items():
-            own = self.last_grant.get(index)
-            if own is None or own.serial != latest.serial or own.slot < 0 or not member.arena_id:
-                return  # not all ranks saw it: the next grant replaces it, and who captured it is void
-            slots[index] = own.slot
-        grant = OpenGrant(latest.serial, latest.step, slots)
-        self.coordinator.open.append(grant)
-        for index, slot_index in slots.items():
-            slot = self.arenas[self.members[index].arena_id].slots[slot_index]
+            own = standing.get(index)
+            arena = self.arenas.get(member.arena_id)
+            if own is None or arena is None or not 0 <= own.slot < len(arena.slots):
+                grant.void = (index, "the keeper died before it had granted this to all ranks")
+                continue
+            grant.slots[index] = own.slot
+            slot = arena.slots[own.slot]
             current = slot.version is not None and slot.version.incarnation == self.incarnation
             fresh = current and slot.version is not None and slot.version.step >= latest.step
             if fresh and slot.state in (COMMITTED, SEALED):
@@ -319,6 +338,16 @@ class Core:
                     grant.sealed.add(index)
             else:
                 slot.state, slot.version = GRANTED, None
+        if grant.slots:
+            self.coordinator.open.append(grant)
+
+    def _too_early(self, member: Member, event: e.SnapshotCommitted | e.GrantVoid) -> bool:
+        """A rank that came back first may speak of a grant that is taken up only when all are back: keep its word."""
+        own = self.last_grant.get(member.index)
+        if own is None or own.incarnation != self.incarnation or own.serial <= self.coordinator.serial:
+            return False
+        self.early[member.index] = event
+        return True
 
     def _member_of(self, conn: e.Conn) -> Member | None:
         return next((member for member in self.members.values() if member.conn == conn), None)
@@ -337,13 +366,13 @@ class Core:
                 self._count("trainer_deaths", 0 if member.finished else 1)
                 self._log("info", "trainer ended", rank=member.register.rank, pid=member.pid)
                 self.coordinator.forget(member.index)
-                self._fail_loading(f"rank {member.register.rank} ended while the job was restoring")
+                self._fail_loading(_ended_meanwhile(member.register.rank))
         self._try_open()
         self._advance()
 
-    def _fail_loading(self, text: str) -> None:
+    def _fail_loading(self, error: Error) -> None:
         for request in self.loaded_requests:
-            self._refuse(request.conn, request.ticket, RecoveryError(text, hint="the launcher restarts the job"))
+            self._refuse(request.conn, request.ticket, error)
         self.loaded_requests = []
 
     def _leaves(self, event: e.TrainerLeaves) -> None:
@@ -370,7 +399,7 @@ class Core:
             return
         arena = self._arena_of(member.index)
         if arena is not None and len(arena.slots) == event.slots and _fits(event.need, arena.capacity):
-            member.arena_id = arena.arena_id
+            self._move_to(member, arena.arena_id)
             given = ArenaGiven(arena.arena_id, arena.size_bytes, False, event.ticket)
             self._do(e.Send(event.conn, given, arena.arena_id))
             self._advance()
@@ -380,7 +409,9 @@ class Core:
 
     def _arena_added(self, event: e.ArenaAdded) -> None:
         slots = [
-            Slot(s.index, s.state, s.version, s.rank, s.world_size, s.local_world_size, s.size_bytes, self.now)
+            Slot(
+                s.index, s.state, s.version, s.rank, s.world_size, s.local_world_size, s.size_bytes, self.now - s.age_s
+            )
             for s in event.slots
         ]
         self.arenas[event.arena_id] = ArenaState(
@@ -388,27 +419,39 @@ class Core:
         )
         member = self.members.get(event.local_index)
         if member is not None and event.ledger is None:
-            member.arena_id = event.arena_id
+            self._move_to(member, event.arena_id)
             self._write_ledger()
-        if event.ledger is not None:
-            self._adopt_ledger(event.ledger)
+        self._adopt_ledger(event)
         if event.grant is not None:
-            self.last_grant[event.local_index] = event.grant
+            known = self.last_grant.get(event.local_index)
+            if known is None or (known.incarnation, known.serial) < (event.grant.incarnation, event.grant.serial):
+                self.last_grant[event.local_index] = event.grant
         for slot in slots:
             if slot.state == COMMITTED and slot.version is not None:
-                self._do(e.SealSlot(event.arena_id, slot.index, slot.version))
+                self._do(e.SealSlot(event.arena_id, slot.index, slot.version, self.remembered))
         self._advance()
 
-    def _adopt_ledger(self, ledger: Ledger) -> None:
-        if ledger.incarnation > self.incarnation:
-            self.incarnation = ledger.incarnation
-        self.ledger_serial = max(self.ledger_serial, ledger.serial)
-        if ledger.complete is not None and (self.remembered is None or ledger.complete > self.remembered):
-            self.remembered = ledger.complete
-        if self.coordinator.complete is None or (ledger.complete and ledger.complete > self.coordinator.complete):
-            self.coordinator.complete = ledger.complete
-        if ledger.incarnation == self.incarnation:
-            self.coordinator.base = ledger.base
+    def _move_to(self, member: Member, arena_id: str) -> None:
+        """The rank writes another arena from now on: a grant that lies in the old one will not be seen any more."""
+        if member.arena_id not in ("", arena_id):
+            self.coordinator.withdraw(member.index, "its arena was replaced by a larger one")
+        member.arena_id = arena_id
+
+    def _adopt_ledger(self, event: e.ArenaAdded) -> None:
+        """Take over what the keeper before knew. Numbers only grow: any record may be the newest that is left."""
+        ledger = event.ledger
+        newer = ledger is not None and ledger.serial > self.ledger_serial
+        if ledger is not None:
+            self.ledger_serial = max(self.ledger_serial, ledger.serial)
+            if ledger.complete is not None:
+                self.remembered = max(self.remembered or ledger.complete, ledger.complete)
+        if self.members:
+            return  # what is given back late changes nothing for a life that has begun
+        seen = [slot.version.incarnation for slot in event.slots if slot.version is not None]
+        seen += [record.incarnation for record in (ledger, event.grant) if record is not None]
+        self.incarnation = max([self.incarnation, *seen])
+        if newer and ledger is not None:
+            self.coordinator.complete, self.coordinator.base = ledger.complete, ledger.base
 
     def _drop_old_arenas(self) -> None:
         """An arena that was replaced goes when none of its versions is needed any more."""
@@ -432,25 +475,28 @@ class Core:
             self._problem(f"rank {member.register.rank} committed {event.version}, which is not its own to commit")
             return
         slot = arena.slots[event.slot]
+        if self._too_early(member, event):
+            return
         if slot.state == SEALED and slot.version == event.version:  # said again after the keeper came back
             if self.coordinator.complete is not None and self.coordinator.complete >= event.version:
                 self._do(e.Send(event.conn, Complete(event.version)))
             return
-        if slot.state not in (GRANTED, COMMITTED):
+        if slot.state == COMMITTED and slot.version == event.version:
+            self.coordinator.commit(member.index, event.slot, event.version)
+        elif slot.state == GRANTED and self.coordinator.commit(member.index, event.slot, event.version):
+            slot.state, slot.version = COMMITTED, event.version
+            self._do(e.SealSlot(event.arena_id, event.slot, event.version, None))
+        elif member.alive and slot.state == FREE:
             self._problem(f"rank {member.register.rank} committed slot {event.slot} that it was not granted")
-            return
-        already = slot.state == COMMITTED and slot.version == event.version
-        slot.state, slot.version = COMMITTED, event.version
-        self.coordinator.commit(member.index, event.slot, event.version)
-        if not already:
-            self._do(e.SealSlot(event.arena_id, event.slot, event.version))
         self._advance()
 
     def _void(self, event: e.GrantVoid) -> None:
         member = self._member_of(event.conn)
         if member is None:
             return
-        grant = self.coordinator.refuse(member.index, event.reason)
+        if self._too_early(member, event):
+            return
+        grant = self.coordinator.refuse(member.index, event.version.step, event.reason)
         if grant is not None:
             self._count("voids")
             self._log("warning", "grant void", rank=member.register.rank, step=event.version.step, reason=event.reason)
@@ -461,6 +507,8 @@ class Core:
         if arena is None or arena.slots[event.slot].state != COMMITTED:
             return
         slot = arena.slots[event.slot]
+        if slot.version not in (None, event.version):
+            return  # of a version that is not there any more
         if event.problem:
             slot.state, slot.version = FREE, None
             self.coordinator.fail_seal(arena.local_index, event.slot, event.problem)
@@ -478,16 +526,21 @@ class Core:
     def _advance(self) -> None:
         """Settle what is over, then grant what may be granted, then tell; in this order, so that a trainer
         that hears of a complete version finds its next grant in place."""
+        ready = self.state == SERVING and self.opening is None and self._all_loaded()
+        if ready:
+            self._resume()
         over = self.coordinator.settle()
         for grant, version in over:
             for index, slot_index in grant.slots.items():
                 self._free(index, slot_index, keep=version)
         if over:
-            if self.coordinator.complete is not None:
+            if any(version is not None for _, version in over):
+                assert self.coordinator.complete is not None
                 self.remembered = max(self.remembered or self.coordinator.complete, self.coordinator.complete)
+                self.damaged.clear()  # nothing will fall back behind this version any more
             self._write_ledger()
             self._drop_old_arenas()
-        if self.state == SERVING and self.opening is None and self._all_loaded():
+        if ready:
             self.coordinator.members = set(self.members)
             self._grant()
             for request in self.loaded_requests:
@@ -501,6 +554,9 @@ class Core:
             if arena.local_index != index or slot_index >= len(arena.slots):
                 continue
             slot = arena.slots[slot_index]
+            member = self.members.get(index)
+            if slot.state == GRANTED and not (member and member.alive):
+                continue  # its writer may not have begun: the next incarnation looks at what the slot still holds
             if slot.state == GRANTED or (keep is None and slot.state == SEALED and slot.version not in self._kept()):
                 slot.state, slot.version = FREE, None
 
@@ -540,12 +596,20 @@ class Core:
             self.last_grant[index] = grant
             self._do(e.WriteGrant(member.arena_id, grant))
 
+    def granted(self, index: int) -> Grant | None:
+        """The grant that this rank may use now: what must stand in its arena."""
+        latest = self.coordinator.open[-1] if self.coordinator.open else None
+        own = self.last_grant.get(index)
+        if latest is None or own is None or own.serial != latest.serial or latest.resolved_for(index):
+            return None
+        return own
+
     def _free_slot(self, member: Member) -> Slot | None:
         arena = self.arenas.get(member.arena_id)
         if arena is None or arena.evidence:
             return None
         retain = self.coordinator.retain
-        order = {FREE: 0, SEALED: 1, CORRUPT: 2}
+        order = {FREE: 0, CORRUPT: 1, SEALED: 2}
         usable = [s for s in arena.slots if s.state in order and not (s.state == SEALED and s.version in retain)]
         return min(usable, key=lambda s: (order[s.state], s.version.step if s.version else -1), default=None)
 
@@ -615,6 +679,8 @@ class Core:
                 self.damaged.append(text)
                 self._count("corrupt_slots")
                 self._problem(text)
+                if self.coordinator.complete == event.version:
+                    self.coordinator.complete = plan(self.inventory()).version
         if key in self.verifying:
             self.verifying.discard(key)
             if event.problem:
@@ -622,7 +688,7 @@ class Core:
             self._decide()
 
     def _answer(self) -> None:
-        if self.decision is None or self.state != SERVING:
+        if self.state != SERVING:
             return
         requests, self.restore_requests = self.restore_requests, []
         for request in requests:
@@ -637,7 +703,8 @@ class Core:
 
     def _answer_for(self, member: Member, ticket: int) -> RestoreFrom | Error:
         decision = self.decision
-        assert decision is not None
+        if decision is None:  # this keeper took over a job that was training already
+            return RecoveryError("the training has begun", hint="call restore() once, before the first take()")
         if decision.failure:
             kind = IntegrityError if self.damaged else RecoveryError
             return kind(decision.failure, hint="keepstep inspect shows what is held; keepstep release gives it up")
@@ -670,6 +737,13 @@ class Core:
         if member is None:
             self._refuse(event.conn, event.ticket, KeeperError("register first"))
             return
+        dead = [m.register.rank for m in self.members.values() if not m.alive]
+        if dead:
+            self._refuse(event.conn, event.ticket, _ended_meanwhile(dead[0]))
+            return
+        arena = self._arena_of(member.index)
+        if not member.arena_id and arena is not None:  # it had its memory from the keeper before this one
+            member.arena_id = arena.arena_id
         member.loaded = True
         self.loaded_requests.append(event)
         self._advance()
@@ -691,6 +765,7 @@ class Core:
 
     def _watch_lease(self) -> None:
         in_use = bool(self.launchers) or any(m.alive for m in self.members.values()) or self.opening is not None
+        in_use = in_use or (self.limits.sidecar and not self.arenas and not self.members)
         if in_use:
             self.lease_since = None
         elif self.lease_since is None:
@@ -725,6 +800,10 @@ class Core:
 
     def _log(self, level: str, text: str, **fields: object) -> None:
         self._do(e.Log(level, text, fields))
+
+
+def _ended_meanwhile(rank: int) -> Error:
+    return RecoveryError(f"rank {rank} ended while the job was restoring", hint="the launcher restarts the job")
 
 
 def _fits(need: ArenaNeed, capacity: ArenaNeed) -> bool:

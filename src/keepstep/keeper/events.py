@@ -24,6 +24,8 @@ class SlotFound:
     world_size: int
     local_world_size: int
     size_bytes: int
+    age_s: float = 0.0
+    """since it was sealed"""
 
 
 # Events
@@ -160,11 +162,15 @@ class WriteLedger:
 
 @dataclass(frozen=True)
 class SealSlot:
-    """Seal what was committed; None: whatever the slot holds, if its writer finished it."""
+    """Seal what was committed; None: whatever the slot holds, if its writer finished it.
+
+    A version that is not newer than `newer_than` was sealed once: if its seal is gone it is not trusted.
+    """
 
     arena_id: str
     slot: int
     version: Version | None
+    newer_than: Version | None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from keepstep.keeper.core import FENCING, SEALED, SERVING, ArenaState, Core, Mem
 from keepstep.types import KeeperStatus, RankStatus, SlotStatus, Status, Survives, Version
 
 REQUEST_S = 10.0
+MAX_REQUESTS = 16
 
 
 def status_of(core: Core, identity: Identity, *, instance: str, started: float, holders: int) -> Status:
@@ -90,7 +91,7 @@ def _slot_status(slot: Slot) -> SlotStatus:
     version = slot.version
     return SlotStatus(
         slot.index, slot.state, version.step if version else None,
-        version.incarnation.number if version else None, slot.size_bytes,
+        version.incarnation.number if version else None, slot.size_bytes if version else 0,
     )  # fmt: skip
 
 
@@ -140,6 +141,7 @@ class HttpServer:
 class _Server(socketserver.ThreadingMixIn, socketserver.BaseServer):
     daemon_threads = True
     block_on_close = False
+    _seats = threading.BoundedSemaphore(MAX_REQUESTS)
 
     def __init__(self, sock: socket.socket, read_status: Callable[[], Status]) -> None:
         super().__init__("keeper", _Request)
@@ -153,6 +155,18 @@ class _Server(socketserver.ThreadingMixIn, socketserver.BaseServer):
         sock, _ = self.socket.accept()
         sock.settimeout(REQUEST_S)
         return sock, ("keeper", 0)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._seats.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            request.close()
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._seats.release()
 
     def shutdown_request(self, request: Any) -> None:
         request.close()

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from keepstep.arena.header import Ledger
 from keepstep.arena.slots import Arena
 from keepstep.config import Config
 from keepstep.errors import Error, KeeperError
@@ -63,6 +64,9 @@ from keepstep.types import Status
 TICK_S = 0.25
 MAX_CONNECTIONS = 256
 STATUS_S = 5.0
+# A connection that does not say who it is within this time is closed.
+HELLO_S = 10.0
+BREATH_S = 0.01
 
 log = logging.getLogger("keepstep.keeper")
 
@@ -70,16 +74,18 @@ log = logging.getLogger("keepstep.keeper")
 class Keeper:
     """Runs until released, told to end, or its lease is over."""
 
-    def __init__(self, identity: Identity, config: Config) -> None:
+    def __init__(self, identity: Identity, config: Config, *, sidecar: bool = False) -> None:
         self.identity = identity
         self.instance = secrets.token_hex(16)
         self.post = Post(identity)
-        limits = Limits(config.keeper.lease_s, config.keeper.fence_s, config.keeper.orphan_s)
+        limits = Limits(config.keeper.lease_s, config.keeper.fence_s, config.keeper.orphan_s, sidecar)
         self.core = Core(limits)
         self.arenas: dict[str, Arena] = {}
         self.connections: dict[int, Connection] = {}
         self.pidfds: dict[int, int] = {}
         self.ending = ""
+        self._ledger: Ledger | None = None
+        """the last one written"""
         self.started = time.monotonic()
         self._next_connection = 1
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -102,16 +108,41 @@ class Keeper:
         self.post.announce(self.instance)
         log.info("keeper serves", extra={"run_id": self.identity.run_id, "node_id": self.identity.node_id})
         last_tick = 0.0
+        while not self.ending:
+            for key, _ in self._selector.select(TICK_S):
+                self._guard(key.data)
+            self._run_tasks()
+            if time.monotonic() - last_tick >= TICK_S:
+                last_tick = time.monotonic()
+                self._guard(self._tick)
+        # Not in a finally: a keeper that fails must look like one that was killed, and be replaced.
+        self._close()
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        """A fault in one thing must not end the others: nobody else may hold the memory."""
         try:
-            while not self.ending:
-                for key, _ in self._selector.select(TICK_S):
-                    key.data()
-                self._run_tasks()
-                if time.monotonic() - last_tick >= TICK_S:
-                    last_tick = time.monotonic()
-                    self._handle(e.Tick())
-        finally:
-            self._close()
+            call()
+        except Exception:
+            log.exception("a fault of the keeper's own")
+
+    def _tick(self) -> None:
+        self._handle(e.Tick())
+        self._repair_pages()
+        silent = time.monotonic() - HELLO_S
+        for connection in list(self.connections.values()):
+            if not connection.role and connection.since < silent:
+                self._drop(connection)
+
+    def _repair_pages(self) -> None:
+        """A grant or ledger that could not be written, or was damaged since, would stop the snapshots for ever."""
+        for member in self.core.members.values():
+            grant, arena = self.core.granted(member.index), self.arenas.get(member.arena_id)
+            if grant is not None and arena is not None and arena.grant() != grant:
+                arena.write_grant(grant)
+        if self._ledger is not None:
+            for arena in self.arenas.values():
+                if arena.ledger() != self._ledger:
+                    arena.write_ledger(self._ledger)
 
     def _later(self, call: Callable[..., None], *args: Any) -> None:
         """From any thread: have the loop do this."""
@@ -122,7 +153,7 @@ class Keeper:
     def _run_tasks(self) -> None:
         with contextlib.suppress(queue.Empty):
             while not self.ending:
-                self._tasks.get_nowait()()
+                self._guard(self._tasks.get_nowait())
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -149,8 +180,14 @@ class Keeper:
     # Connections
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             sock, _ = self.post.control.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._make_room(error)
+            return
+        with contextlib.suppress(OSError):  # gone already
             connection = Connection(self._next_connection, sock)
             self._next_connection += 1
             if connection.uid not in (os.getuid(), 0) or len(self.connections) >= MAX_CONNECTIONS:
@@ -160,25 +197,37 @@ class Keeper:
             self.connections[connection.number] = connection
             self._selector.register(sock, selectors.EVENT_READ, lambda: self._serve(connection))
 
+    def _make_room(self, error: OSError) -> None:
+        """No descriptor is left for a new connection: those that have not said who they are go first."""
+        strangers = [connection for connection in self.connections.values() if not connection.role]
+        log.error("no connection can be taken", extra={"reason": str(error), "dropped": len(strangers)})
+        for connection in strangers:
+            self._drop(connection)
+        time.sleep(BREATH_S)
+
     def _serve(self, connection: Connection) -> None:
+        messages: list[tuple[Any, list[int]]] | None = []
         try:
             if connection.wants_to_send:
                 connection.flush()
             messages = connection.read()
+            for message, fds in messages or []:
+                if connection.number in self.connections:
+                    self._receive(connection, message, fds)
             if messages is None:
                 self._drop(connection)
-                return
-            for message, fds in messages:
-                try:
-                    self._receive(connection, message, fds)
-                finally:
-                    for fd in fds:
-                        with contextlib.suppress(OSError):
-                            os.close(fd)
             self._watch(connection)
         except FrameError as error:
             log.warning("connection closed", extra={"pid": connection.pid, "reason": str(error)})
             self._drop(connection)
+        except Exception:
+            log.exception("connection closed", extra={"pid": connection.pid})
+            self._drop(connection)
+        finally:
+            for _, fds in messages or []:
+                for fd in fds:
+                    with contextlib.suppress(OSError):
+                        os.close(fd)
 
     def _watch(self, connection: Connection) -> None:
         if connection.number not in self.connections:
@@ -272,7 +321,8 @@ class Keeper:
                 adopted.append(arena_id)
                 continue
             try:
-                arena = Arena.adopt(os.dup(fd), run_id=self.identity.run_id, node_id=self.identity.node_id)
+                arena = self._adopt(fd)
+                described = work.describe(arena)
             except (Error, OSError) as error:
                 refused[arena_id] = str(error)
                 log.error("arena refused", extra={"arena": arena_id, "reason": str(error)})
@@ -281,7 +331,7 @@ class Keeper:
                 arena.close()
             else:
                 self.arenas[arena.arena_id] = arena
-                self._handle(work.describe(arena))
+                self._handle(described)
                 log.info("arena adopted", extra={"arena": arena.arena_id, "local_index": arena.header.local_index})
             adopted.append(arena_id)
         connection.held.update(adopted)
@@ -289,27 +339,35 @@ class Keeper:
         self._send(connection, Adopted(adopted, refused, given.ticket))
         self._offer_holds()
 
+    def _adopt(self, fd: int) -> Arena:
+        own = os.dup(fd)
+        try:
+            return Arena.adopt(own, run_id=self.identity.run_id, node_id=self.identity.node_id)
+        except BaseException:
+            os.close(own)
+            raise
+
     def _status_wanted(self, connection: Connection, wanted: WantStatus, fds: list[int]) -> None:
         self._send(connection, StatusIs(msgspec.json.encode(self.status()), wanted.ticket))
 
     def _verify_wanted(self, connection: Connection, wanted: WantVerify, fds: list[int]) -> None:
+        # Values, not the core's slots: those may be granted again while the threads still read.
         jobs = [
-            (self.arenas[a.arena_id], slot)
+            (self.arenas[a.arena_id], VerifyResult(s.rank, s.index, s.version.step, s.size_bytes, ""), s.version)
             for a in self.core.arenas.values()
-            for slot in a.slots
-            if slot.state == SEALED and slot.version is not None
+            for s in a.slots
+            if s.state == SEALED and s.version is not None
         ]
 
         def answer(problems: list[str]) -> None:
             results = []
-            for (arena, slot), problem in zip(jobs, problems, strict=True):
-                assert slot.version is not None
-                results.append(VerifyResult(slot.rank, slot.index, slot.version.step, slot.size_bytes, problem))
+            for (arena, result, version), problem in zip(jobs, problems, strict=True):
+                results.append(msgspec.structs.replace(result, problem=problem))
                 if problem:
-                    self._handle(e.SlotVerified(arena.arena_id, slot.index, slot.version, problem))
+                    self._handle(e.SlotVerified(arena.arena_id, result.slot, version, problem))
             self._send(connection, Verified(results, wanted.ticket))
 
-        self.work.check([(arena, slot.index) for arena, slot in jobs], lambda found: self._later(answer, found))
+        self.work.check([(arena, result.slot) for arena, result, _ in jobs], lambda found: self._later(answer, found))
 
     def _arenas_wanted(self, connection: Connection, wanted: WantArenas, fds: list[int]) -> None:
         ids = list(self.arenas)[:64]
@@ -351,12 +409,18 @@ class Keeper:
     def _handle(self, event: e.Event) -> None:
         self._read_progress()
         for effect in self.core.handle(event, time.monotonic()):
-            _EFFECTS[type(effect)](self, effect)
+            try:
+                _EFFECTS[type(effect)](self, effect)
+            except (OSError, Error):  # pages are written again at the next tick; the effects behind it count too
+                log.exception("an effect failed", extra={"effect": type(effect).__name__})
 
     def _read_progress(self) -> None:
         for member in self.core.members.values():
             arena = self.arenas.get(member.arena_id)
-            found = arena.progress() if arena else None
+            try:
+                found = arena.progress() if arena else None
+            except (OSError, Error):
+                continue  # what was read before is the least that it has done
             if found is not None and found.incarnation == self.core.incarnation:
                 self.core.progress[member.index] = found.step
             else:
@@ -370,6 +434,7 @@ class Keeper:
         self.arenas[effect.arena_id].write_grant(effect.grant)
 
     def _do_ledger(self, effect: e.WriteLedger) -> None:
+        self._ledger = effect.ledger
         for arena in self.arenas.values():
             arena.write_ledger(effect.ledger)
 

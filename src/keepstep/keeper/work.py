@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.arena import checksum, room
 from keepstep.arena.header import COMMITTED
-from keepstep.arena.slots import Arena, plan_header, total_bytes
-from keepstep.errors import Error, IntegrityError
+from keepstep.arena.slots import Arena, SealedSlot, plan_header, total_bytes
+from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper import events as e
 from keepstep.protocol import ArenaNeed
@@ -18,6 +19,7 @@ from keepstep.types import Version
 
 # Measuring only: a snapshot is called sealed without reading it (benchmarks/bench_take.py, "copy alone").
 NO_SEAL = "KEEPSTEP_BENCH_NO_SEAL"
+RETRY_PAUSES_S = (0.01, 0.1, 1.0)
 
 
 class Work:
@@ -27,6 +29,8 @@ class Work:
         self._identity, self._instance, self._answer = identity, instance, answer
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-work")
         self._ending = threading.Event()
+        self._allocating = threading.Lock()
+        """one arena at a time: two that each fit may not fit together"""
 
     def seal(self, arena: Arena, effect: e.SealSlot) -> None:
         self._pool.submit(lambda: self._answer(self._seal(arena, effect)))
@@ -55,10 +59,13 @@ class Work:
                     if found is None:
                         raise IntegrityError("half written: its trainer ended first")
                     version = found[1].version
+                if effect.newer_than is not None and version <= effect.newer_than:
+                    raise IntegrityError(f"{version} was sealed once and its seal is gone")
                 if os.environ.get(NO_SEAL):
                     return _unsealed(arena, effect, version)
-                sealed = checksum.seal(arena, effect.slot, version, cancelled=self._ending.is_set)
-        except (Error, OSError) as error:
+                wanted = version
+                sealed = self._again(lambda: checksum.seal(arena, effect.slot, wanted, cancelled=self._ending.is_set))
+        except Exception as error:
             return e.SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, str(error) or repr(error))
         trainer = sealed.trainer
         return e.SlotSealed(
@@ -71,10 +78,19 @@ class Work:
 
     def _problem(self, arena: Arena, slot: int) -> str:
         try:
-            checksum.verify(arena, slot, cancelled=self._ending.is_set)
-        except (Error, OSError) as error:
+            self._again(lambda: checksum.verify(arena, slot, cancelled=self._ending.is_set))
+        except Exception as error:
             return str(error) or repr(error)
         return ""
+
+    def _again(self, call: Callable[[], SealedSlot]) -> SealedSlot:
+        """Try again when the machine fails: only bytes that fail their check may count against a version."""
+        for pause_s in RETRY_PAUSES_S:
+            try:
+                return call()
+            except (OSError, MemoryError):
+                self._ending.wait(pause_s)
+        return call()
 
     def _create(self, effect: e.CreateArena) -> Arena | Error:
         wanted = effect.wanted
@@ -84,12 +100,14 @@ class Work:
         )  # fmt: skip
         try:
             what = f"the arena of local rank {effect.local_index} ({wanted.slots} slots)"
-            room.check(
-                total_bytes(header), what, room=room.measure(), memory_limit_bytes=wanted.memory_limit_bytes
-            )
-            return Arena.create(header)
+            limit = wanted.memory_limit_bytes
+            with self._allocating:
+                room.check(total_bytes(header), what, room=room.measure(), memory_limit_bytes=limit)
+                return Arena.create(header)
         except Error as error:
             return error
+        except Exception as error:
+            return KeeperError(f"the arena could not be made: {error!r}")
 
 
 def _unsealed(arena: Arena, effect: e.SealSlot, version: Version) -> e.SlotSealed:
@@ -119,7 +137,8 @@ def describe(arena: Arena) -> e.ArenaAdded:
             continue
         size = snapshot_bytes(arena, index)
         where = (trainer.rank, trainer.world_size, trainer.local_world_size)
-        slots.append(e.SlotFound(index, state, trainer.version, *where, size))
+        age_s = max(0.0, time.time() - sealed.keeper.sealed_at) if sealed else 0.0
+        slots.append(e.SlotFound(index, state, trainer.version, *where, size, age_s))
     header = arena.header
     capacity = ArenaNeed(header.layout_capacity, header.values_capacity, header.payload_capacity)
     return e.ArenaAdded(

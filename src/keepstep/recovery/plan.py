@@ -36,6 +36,9 @@ def plan(inventory: Inventory) -> Plan:
         if missing:
             reasons.append(f"{version} is not complete: local ranks {missing} have no sealed snapshot of it")
             continue
+        newest = inventory.complete
+        if newest is not None and newest > version and not any(str(newest) in reason for reason in reasons):
+            reasons.append(f"{newest} was complete once and is not held any more")
         reasons.append(f"{version} is the newest version that all {wanted} local ranks have: own slots")
         return Plan(version, tuple(held[index] for index in range(wanted)), tuple(reasons))
     if inventory.complete is not None:

@@ -75,7 +75,11 @@ def signature(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What must stay the same for a cached layout and its sources to be valid."""
     if type(tensor) is DTensor:
         tensor = tensor._local_tensor
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    try:
+        place = tensor.data_ptr(), tensor.stride()
+    except RuntimeError:  # no plain bytes: refused by path when the layout is made
+        return (type(tensor), tensor.layout)
+    return place, tensor.dtype, tensor.shape, tensor.is_conj(), tensor.is_neg()
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,11 +104,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _group(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """Indices of tensors that share memory, in order of their first member; zero-size ones stand alone."""
+    """Indices of tensors that share memory, in order of their first member; some stand alone."""
     by_storage: dict[tuple[int, int], list[int]] = {}
     groups: list[list[int]] = []
     for index, tensor in enumerate(tensors):
-        if tensor.numel() == 0:
+        # Conjugated and negated views are stored as the values that they show, not as the bytes below them.
+        if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
             groups.append([index])
         else:
             key = (tensor.untyped_storage().data_ptr(), tensor.device.index or -1)

@@ -87,6 +87,10 @@ class ArenaView:
             self.arena.segment.write(self.arena.layout_span(slot).offset, plan.encoded)
             self._layouts[slot] = plan.layout_digest
 
+    def forget_layouts(self) -> None:
+        """Write them again: what stands there may be damaged."""
+        self._layouts = {}
+
     def register_with_cuda(self) -> None:
         """Page-lock the arena for devices: copies then run at link speed beside the computation."""
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from keepstep.client import KeeperClient
+from keepstep.client import KeeperClient, NoAnswerError
 from keepstep.config import Config
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
@@ -69,6 +69,10 @@ class Link:
         self.identity, self.config = identity, config
         self._register, self._listeners = register, listeners
         self._client: KeeperClient | None = None
+        """registered; who only dials is not here yet"""
+        self._refused = False
+        """whether the last attempt failed by the keeper's own word, and not by its absence"""
+        self._coming_back = False
         self._changing = threading.RLock()
         self._closed = threading.Event()
         self.ended = ""
@@ -106,8 +110,11 @@ class Link:
         self._last_word = word
         client = self._client
         if client is not None and not client.lost:
-            with contextlib.suppress(Error):  # said again when the keeper is back
+            try:
                 client.post(word)
+            except Exception:  # said again when the connection is back
+                log.warning("the keeper could not be told about step %d", word.version.step)
+                client.hang_up()
 
     def status(self) -> Status:
         answer, _ = self.request(WantStatus(), StatusIs, timeout_s=self.config.keeper.request_s)
@@ -146,18 +153,15 @@ class Link:
             try:
                 return self._attempt(may_start=True)
             except Error:
-                if self._refused() or time.monotonic() >= deadline:
+                if self._refused or time.monotonic() >= deadline:
                     self._closed.set()
-                    if self._client is not None:
-                        self._client.close()
+                    self._forget(list(self._held))
                     raise
                 time.sleep(FIRST_RETRY_S)
 
-    def _refused(self) -> bool:
-        """Whether the last attempt failed by the keeper's own word, and not by its absence."""
-        return self._client is not None and not self._client.lost
-
     def _attempt(self, *, may_start: bool) -> Incarnation:
+        """Dial, give back, register; only then others may use the connection."""
+        self._refused = False
         try:
             client = self._dial()
         except KeeperError:
@@ -165,20 +169,28 @@ class Link:
                 raise
             start_keeper(self.identity, self.config)
             client = self._dial()
+        rejoin = self.ready
+        try:
+            self._give_back(client)
+            register = msgspec.structs.replace(self._register, rejoin=rejoin, progress=self.progress())
+            answer, _ = client.request(register, Registered, timeout_s=self._fence_timeout_s)
+        except BaseException as error:
+            self._refused = isinstance(error, Error) and not (client.lost or isinstance(error, NoAnswerError))
+            client.close()
+            raise
+        # From now on this trainer belongs to this incarnation and to no other.
+        self._register = msgspec.structs.replace(self._register, incarnation=answer.incarnation)
         with self._changing:
             before, self._client = self._client, client
         if before is not None:
             before.close()
-        self._give_back(client)
+        if client.lost:  # before it was ours: nobody was told
+            raise KeeperError("the keeper is gone again", hint="it is started again by itself")
         if self._held:
             client.post(Held(list(self._held)))
-        rejoin = self.ready
-        register = msgspec.structs.replace(self._register, rejoin=rejoin, progress=self.progress())
-        answer, _ = client.request(register, Registered, timeout_s=self._fence_timeout_s)
-        # From now on this trainer belongs to this incarnation and to no other.
-        self._register = msgspec.structs.replace(self._register, incarnation=answer.incarnation)
-        if rejoin and self._last_word is not None:
-            client.post(self._last_word)
+        word = self._last_word
+        if rejoin and word is not None:
+            client.post(word)
         return answer.incarnation
 
     @property
@@ -199,9 +211,18 @@ class Link:
             for arena_id, reason in answer.refused.items():
                 log.error("the keeper refused arena %s: %s", arena_id, reason)
 
+    def hold(self, arena_id: str, fd: int) -> None:
+        """Keep a duplicate of this rank's own memory, whether or not the keeper lives to ask for it."""
+        with self._changing:
+            if arena_id not in self._held:
+                self._held[arena_id] = os.dup(fd)
+
     def _lost(self) -> None:
-        if self._closed.is_set() or self.ended:
-            return
+        with self._changing:
+            client = self._client
+            if self._closed.is_set() or self.ended or self._coming_back or client is None or not client.lost:
+                return  # ended on purpose, or it was an attempt of somebody who tries again
+            self._coming_back = True
         log.warning("the keeper is gone; training goes on, and a new keeper is started")
         threading.Thread(target=self._come_back, name="keepstep-rejoin", daemon=True).start()
 
@@ -212,15 +233,18 @@ class Link:
             try:
                 incarnation = self._attempt(may_start=time.monotonic() >= patience)
                 log.warning("a keeper has taken over (incarnation %d goes on)", incarnation.number)
-                return
-            except Error as error:
-                log.info("no keeper yet: %s", error)
-                if self._refused():
+                with self._changing:
+                    if self.up:
+                        self._coming_back = False
+                        return
+            except Exception as error:  # whatever it was: nobody else would try again
+                log.info("no keeper yet: %r", error)
+                if self._refused:
                     self.ended = str(error)
                     log.error("the keeper refuses this trainer, the run is unprotected here: %s", error)
-                    return
             self._closed.wait(pause)
             pause = min(2 * pause, LAST_RETRY_S)
+        self._coming_back = False
 
     # What the keeper says unasked
 
@@ -249,10 +273,11 @@ class Link:
     def _hold(self, message: Hold, fds: list[int]) -> None:
         self._forget(message.forget)
         for arena_id, fd in zip(message.arena_ids, fds, strict=True):
-            if arena_id in self._held or self._closed.is_set():
+            with self._changing:
+                if not (known := arena_id in self._held or self._closed.is_set()):
+                    self._held[arena_id] = fd
+            if known:
                 os.close(fd)
-            else:
-                self._held[arena_id] = fd
         client = self._client
         if client is not None and not client.lost:
             with contextlib.suppress(Error):
@@ -260,7 +285,8 @@ class Link:
 
     def _forget(self, arena_ids: list[str]) -> None:
         for arena_id in arena_ids:
-            fd = self._held.pop(arena_id, None)
+            with self._changing:
+                fd = self._held.pop(arena_id, None)
             if fd is not None:
                 os.close(fd)
 

@@ -11,6 +11,7 @@ place does neither.
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 from collections import OrderedDict
@@ -26,7 +27,14 @@ from keepstep.errors import IntegrityError, RecoveryError
 from keepstep.layout import Layout, Piece
 from keepstep.trainer import items as s
 from keepstep.trainer.blocks import is_dense
-from keepstep.trainer.rng import dtype_named, from_inline, loader_generators, set_generator, set_rng_state
+from keepstep.trainer.rng import (
+    dtype_named,
+    from_inline,
+    generator_state,
+    loader_generators,
+    set_generator,
+    set_rng_state,
+)
 from keepstep.types import Source, Survives
 from keepstep.values import InlineTensor, TensorRef, TorchDevice, TorchDtype, TorchSize
 
@@ -138,7 +146,7 @@ class Writer:
         self._compare_names("the state", set(trees), {item.path for item in self._items.all})
         prepare: dict[str, Callable[[s.Item, Any], None]] = {
             s.MODULE: self._module, s.OPTIMIZER: self._optimizer, s.STATEFUL: self._stateful,
-            s.LOADER: self._loader, s.PLAIN: self._plain, s.GENERATOR: lambda item, tree: None,
+            s.LOADER: self._loader, s.PLAIN: self._plain, s.GENERATOR: self._generator,
         }  # fmt: skip
         for item in self._items.all:
             if item.path in trees:
@@ -160,25 +168,39 @@ class Writer:
     # Each kind of object
 
     def _module(self, item: s.Item, tree: Any) -> None:
+        if not isinstance(tree, Mapping):
+            self._problems.append(f"{item.path} is a module now and was saved as a {type(tree).__name__}")
+            return
         reshard(item.thing)
         live = item.thing.state_dict()
         self._compare_names(item.path, set(tree), set(live))
-        extra = False
+        owned = _storages([*item.thing.parameters(), *item.thing.buffers()])
+        others: dict[str, Any] = {}
         for name, saved in tree.items():
             here = live.get(name, _MISSING)
             if isinstance(saved, TensorRef) and isinstance(here, torch.Tensor):
                 self._copy(f"{item.path}.{name}", here, saved)
-            elif here is not _MISSING:
-                extra = True
-        if extra:
-            self._writes.append(partial(self._load, item, tree))
+                if _storages([here]) <= owned:
+                    continue
+            others[name] = saved
+        if others:  # extra state, or copies that a hook has put there
+            self._writes.append(partial(self._load_others, item, live, others))
+
+    def _load_others(self, item: s.Item, live: Any, others: dict[str, Any]) -> None:
+        """What is not the module's own memory goes through its `load_state_dict`, beside what is restored already."""
+        state = copy.copy(live)
+        state.update(self._saved.values(others))
+        self._give(item, state)
 
     def _stateful(self, item: s.Item, tree: Any) -> None:
         self._writes.append(partial(self._load, item, tree))
 
     def _load(self, item: s.Item, tree: Any) -> None:
+        self._give(item, self._saved.values(tree))
+
+    def _give(self, item: s.Item, state: Any) -> None:
         try:
-            item.thing.load_state_dict(self._saved.values(tree))
+            item.thing.load_state_dict(state)
         except Exception as error:
             raise RecoveryError(
                 f"{item.path}.load_state_dict() refused what {item.path}.state_dict() gave: {error!r}",
@@ -195,8 +217,13 @@ class Writer:
             log.debug("%s draws from the global RNG; it is primed before the RNG is restored", item.path)
         self._writes.append(load_and_prime)
 
+    def _generator(self, item: s.Item, tree: Any) -> None:
+        here = type(generator_state(item.thing))
+        if type(tree) is not here:
+            self._problems.append(f"{item.path} is another kind of generator now")
+
     def _plain(self, item: s.Item, tree: Any) -> None:
-        if isinstance(item.thing, torch.Tensor):
+        if isinstance(item.thing, torch.Tensor) and isinstance(tree, TensorRef):
             self._copy(item.path, item.thing, tree)
         else:
             self._container(item.path, item.thing, tree)
@@ -215,34 +242,63 @@ class Writer:
             self._problems.append(f"{path} is a {type(live).__name__} now and was saved as a {type(tree).__name__}")
             return
         for key, here, saved in pairs:
-            self._member(f"{path}.{key}", live, key, here, saved)
+            renewed = self._renew(f"{path}.{key}", here, saved)
+            self._writes.append(partial(_put, live, key, renewed))
+        if isinstance(live, dict):
+            self._writes.append(lambda: _reorder(live, list(tree)))
 
-    def _member(self, path: str, live: Any, key: Any, here: Any, saved: Any) -> None:
-        if isinstance(saved, TensorRef) and isinstance(here, torch.Tensor) and self._same(here, saved):
-            self._copy(path, here, saved)
+    def _renew(self, path: str, here: Any, saved: Any) -> Callable[[], Any]:
+        """What will stand where `here` stands: `here` itself, written in place, else a new value."""
+        if isinstance(saved, TensorRef) and isinstance(here, torch.Tensor):
+            # A plain tensor may have another shape from step to step, a parameter may not.
+            if self._same(here, saved) or here.requires_grad:
+                self._copy(path, here, saved)
+                return lambda: here
         elif type(saved) in (dict, OrderedDict, list) and type(here) is type(saved):
             self._container(path, here, saved)
-        elif isinstance(live, list) and here is _MISSING:
-            self._writes.append(lambda: live.append(self._saved.values(saved)))
-        else:
-            self._writes.append(lambda: live.__setitem__(key, self._saved.values(saved)))
+            return lambda: here
+        elif type(saved) is tuple and type(here) is tuple and len(saved) == len(here):
+            pairs = enumerate(zip(here, saved, strict=True))
+            parts = [self._renew(f"{path}.{index}", one, other) for index, (one, other) in pairs]
+            return lambda: tuple(part() for part in parts)
+        return lambda: self._saved.values(saved)
 
     # Optimizers
 
     def _optimizer(self, item: s.Item, tree: Any) -> None:
+        if not (isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()):
+            self._problems.append(f"{item.path} is an optimizer now and was none")
+            return
         optimizer = s.unwrap_optimizer(item.thing)
+        self._state_and_groups(item.path, optimizer, tree)
+        if tree.keys() - {"state", "param_groups"}:
+            # Its own load_state_dict knows what else there is; what that casts and replaces is written once more.
+            self._writes.append(partial(self._load, item, tree))
+            self._writes.append(partial(self._write_again, item.path, optimizer, tree))
+
+    def _write_again(self, path: str, optimizer: torch.optim.Optimizer, tree: Any) -> None:
+        writer = Writer(self._saved, self._items)
+        writer._state_and_groups(path, optimizer, tree)
+        writer.write()
+
+    def _state_and_groups(self, path: str, optimizer: torch.optim.Optimizer, tree: Any) -> None:
         groups = tree["param_groups"]
         shape = [len(group["params"]) for group in optimizer.param_groups]
         if [len(group["params"]) for group in groups] != shape:
             self._problems.append(
-                f"{item.path} has parameter groups of {shape} parameters now "
+                f"{path} has parameter groups of {shape} parameters now "
                 f"and had {[len(group['params']) for group in groups]}"
+            )
+            return
+        unknown = {key for group in groups for key in optimizer.defaults if key not in group}
+        if unknown:
+            self._problems.append(
+                f"{path} is a {type(optimizer).__name__} now, and its {', '.join(sorted(unknown))} was not saved"
             )
             return
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
-                path = f"{item.path}.state.{key}"
-                self._state(path, optimizer, group, parameter, tree["state"].get(key))
+                self._state(f"{path}.state.{key}", optimizer, group, parameter, tree["state"].get(key))
             self._writes.append(partial(self._write_group, group, saved))
         keys = {key for group in groups for key in group["params"]}
         for key in tree["state"].keys() - keys:  # state that belongs to no parameter
@@ -277,8 +333,10 @@ class Writer:
 
     def _near(self, value: Any, device: torch.device) -> Any:
         """Values of a parameter's state; tensors in lists (LBFGS) go to the parameter's device."""
-        if isinstance(value, (list, tuple)):
+        if type(value) in (list, tuple):
             return type(value)(self._near(item, device) for item in value)
+        if type(value) is dict:
+            return {key: self._near(item, device) for key, item in value.items()}
         found = self._saved.values(value)
         return found.to(device) if isinstance(value, TensorRef) else found
 
@@ -303,7 +361,7 @@ class Writer:
             if key == "params":
                 continue
             here = group.get(key)
-            if isinstance(value, TensorRef) and isinstance(here, torch.Tensor):
+            if isinstance(value, TensorRef) and isinstance(here, torch.Tensor) and self._same(here, value):
                 copy_bits(here, self._saved.view(value))  # a tensor lr stays the same object
             else:
                 group[key] = self._saved.values(value)
@@ -354,6 +412,26 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
     target.copy_(source)
     return target
+
+
+def _put(container: Any, key: Any, renewed: Callable[[], Any]) -> None:
+    if isinstance(container, list) and key == len(container):
+        container.append(renewed())
+    else:
+        container[key] = renewed()
+
+
+def _reorder(container: dict[Any, Any], keys: list[Any]) -> None:
+    """A loop over the dict must meet its keys in the order in which it did before."""
+    if list(container) != keys:
+        items = [(key, container[key]) for key in keys]
+        container.clear()
+        container.update(items)
+
+
+def _storages(tensors: list[torch.Tensor]) -> set[int]:
+    parts = [_local(tensor) for tensor in tensors]
+    return {part.untyped_storage().data_ptr() for part in parts if part.numel()}
 
 
 def reshard(module: torch.nn.Module) -> None:

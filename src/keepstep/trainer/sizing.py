@@ -35,6 +35,12 @@ def need_of(plan: CopyPlan, values_bytes: int, missing: list[int]) -> ArenaNeed:
     )
 
 
+def larger(need: ArenaNeed, *, times: int) -> ArenaNeed:
+    """The first correction is exact. State that goes on growing gets half as much again, or it would never catch up."""
+    payload = need.payload_bytes + (need.payload_bytes // 2 if times else 0)
+    return ArenaNeed(need.layout_bytes, need.values_bytes, payload)
+
+
 def missing_state(optimizers: list[torch.optim.Optimizer]) -> list[int]:
     """Sizes of the state tensors that these optimizers have not made yet."""
     sizes: list[int] = []
@@ -47,11 +53,11 @@ def missing_state(optimizers: list[torch.optim.Optimizer]) -> list[int]:
 
 
 def _predict(optimizer: torch.optim.Optimizer, group: dict[str, Any], waiting: list[torch.Tensor]) -> list[int]:
-    made = _step_tiny(optimizer, group, waiting[0].dtype)
+    made = {dtype: _step_tiny(optimizer, group, dtype) for dtype in {parameter.dtype for parameter in waiting}}
     sizes = []
     for parameter in waiting:
         local = local_part(parameter, "parameter")
-        for shape, item_bytes in made:
+        for shape, item_bytes in made[parameter.dtype]:
             sizes.append(local.numel() * item_bytes if shape == TINY else item_bytes)
     return sizes
 

@@ -29,6 +29,8 @@ class Skeleton:
     optimizer: torch.optim.Optimizer | None = None
     indices: list[list[int]] | None = None
     """per parameter group, what `state_dict()` writes for its parameters"""
+    parameters: list[list[int]] | None = None
+    """per parameter group, who they are: the indices are counted in this order"""
 
     def holds(self) -> bool:
         """Whether everything is still where it was."""
@@ -42,9 +44,7 @@ class Skeleton:
 
     def _same_groups(self) -> bool:
         assert self.optimizer is not None
-        assert self.indices is not None
-        groups = self.optimizer.param_groups
-        return [len(group["params"]) for group in groups] == [len(indices) for indices in self.indices]
+        return _identities(self.optimizer) == self.parameters
 
     def param_groups(self) -> list[dict[str, Any]]:
         """As `optimizer.state_dict()` writes them."""
@@ -66,7 +66,10 @@ def of_module(module: torch.nn.Module, state: Any, encoded: bytes) -> Skeleton |
             return None
         for container in (part._parameters, part._buffers, part._modules):
             counts.append((container, len(container)))
-            places += [(container, key, thing) for key, thing in container.items() if thing is not None]
+            # None too: a buffer that was only announced may be set later.
+            places += [(container, key, thing) for key, thing in container.items()]
+        rules = (part._state_dict_hooks, part._state_dict_pre_hooks, part._non_persistent_buffers_set)
+        counts += [(rule, len(rule)) for rule in rules]
     for value in state.values():
         if not isinstance(value, torch.Tensor):
             return None
@@ -97,8 +100,10 @@ def of_optimizer(
     hooked = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
     if hooked or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or "state_dict" in vars(optimizer):
         return None
-    places: Places = []
-    counts: list[tuple[Any, int]] = [(optimizer.state, len(optimizer.state))]
+    # `optimizer.load_state_dict` puts another dict there, and leaves the old one as it was.
+    places: Places = [(vars(optimizer), "state", optimizer.state)]
+    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+    counts: list[tuple[Any, int]] = [(optimizer.state, len(optimizer.state)), *((hook, 0) for hook in hooks)]
     for parameter, inner in optimizer.state.items():
         if not isinstance(parameter, torch.Tensor) or not isinstance(inner, dict):
             return None
@@ -109,4 +114,8 @@ def of_optimizer(
                 return None
             places.append((inner, key, value))
     indices = [list(group["params"]) for group in state["param_groups"]]
-    return Skeleton(places, counts, list(tensors), encoded, optimizer, indices)
+    return Skeleton(places, counts, list(tensors), encoded, optimizer, indices, _identities(optimizer))
+
+
+def _identities(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]

@@ -23,7 +23,7 @@ from keepstep.arena.header import Grant, Progress
 from keepstep.arena.segment import Mapping as SegmentMap
 from keepstep.arena.slots import Arena
 from keepstep.config import Config, resolve
-from keepstep.errors import CaptureError, ConfigError, Error, IntegrityError
+from keepstep.errors import CaptureError, ConfigError, IntegrityError
 from keepstep.protocol import (
     ArenaGiven,
     ArenaNeed,
@@ -88,6 +88,7 @@ class Snapshotter:
         self._progress = -1
         self._used_serial = -1
         self._growing = False
+        self._times_grown = 0
         self._warned: set[str] = set()
         self._closed = False
 
@@ -179,6 +180,7 @@ class Snapshotter:
     def _take_arena(self, need: ArenaNeed, *, show: bool) -> None:
         wanted = WantArena(need, self.config.arena.slots, self.config.arena.memory_limit_bytes)
         given, fds = self._link.request(wanted, ArenaGiven, timeout_s=self.config.keeper.restore_s)
+        self._link.hold(given.arena_id, fds[0])
         arena = Arena.adopt(fds[0], run_id=self._identity.run_id, node_id=self._identity.node_id)
         if self._view is not None and self._view.arena.arena_id == given.arena_id:
             arena.close()
@@ -199,12 +201,13 @@ class Snapshotter:
         if self._growing:
             return
         self._growing = True
+        self._times_grown += 1
 
         def grow() -> None:
             try:
                 self._capture.drain(timeout_s=600)
                 self._take_arena(need, show=False)
-            except Error as error:
+            except Exception as error:
                 log.error("the arena cannot grow: %s", error)
             finally:
                 self._growing = False
@@ -245,7 +248,7 @@ class Snapshotter:
         version = Version(self._link.incarnation, step)
         try:
             return self._begin_capture(version, grant)
-        except (Error, OSError, MemoryError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, the grant must not stay open
             reason = str(error) or repr(error)
             self._warn_once(f"step {step} is not captured: {reason}")
             self._link.say(Void(version, reason))
@@ -280,7 +283,7 @@ class Snapshotter:
         plan = self._current_plan(reading)
         need = ArenaNeed(len(plan.encoded), len(reading.values), plan.payload_bytes)
         if not self._view.arena.fits(need):
-            self._grow(sizing.need_of(plan, len(reading.values), []))
+            self._grow(sizing.larger(sizing.need_of(plan, len(reading.values), []), times=self._times_grown))
             raise CaptureError(f"the state has outgrown its arena ({plan.payload_bytes:,} bytes); a larger one is made")
         pending = PendingSnapshot(version.step)
         self._remember(version, pending)
@@ -336,7 +339,7 @@ class Snapshotter:
             try:
                 self._take_arena(need, show=False)
                 self._begin(None)
-            except Error as error:
+            except Exception as error:
                 log.error("the memory cannot be prepared: %s", error)
             finally:
                 self._growing = False
@@ -356,6 +359,9 @@ class Snapshotter:
         self._resolve(message.version, Survives.PROCESS, "")
 
     def _on_voided(self, message: Voided) -> None:
+        view = self._view
+        if view is not None:
+            view.forget_layouts()  # a damaged one would fail every snapshot in its slot
         self._resolve(message.version, Survives.NOTHING, f"void elsewhere (rank {message.rank}: {message.reason})")
 
     def _resolve(self, version: Version, survives: Survives, reason: str) -> None:

@@ -62,7 +62,7 @@ class Reader:
 
     def read(self) -> Reading:
         tensors: list[torch.Tensor] = []
-        parts = {item.path: (len(tensors), self._parts(item, tensors)) for item in self.items.all}
+        parts = {item.path: (len(tensors), self._read(item, tensors)) for item in self.items.all}
         tree: dict[str, Any] = {"items": {path: list(part) for path, part in parts.items()}}
         if self.grads:
             found = [p.grad for o in self.items.optimizers for group in o.param_groups for p in group["params"]]
@@ -75,6 +75,15 @@ class Reader:
                 for item in self.items.of(LOADER)
             }
         return Reading(_encode(tree, "state"), tensors, parts)
+
+    def _read(self, item: Item, tensors: list[torch.Tensor]) -> dict[str, bytes]:
+        try:
+            return self._parts(item, tensors)
+        except RecursionError:
+            raise CaptureError(
+                f"{item.path} contains itself, or is nested hundreds of levels deep",
+                hint="store an index or a name in place of the reference",
+            ) from None
 
     def _parts(self, item: Item, tensors: list[torch.Tensor]) -> dict[str, bytes]:
         first = len(tensors)
@@ -154,7 +163,7 @@ def _walk(value: Any, tensors: list[torch.Tensor], first: int, *, inline: bool =
     if kind is dict:
         return {key: _walk(item, tensors, first, inline=inline) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
-        if inline and kind is not DTensor and value.device.type == "cpu" and value.nbytes <= INLINE_BYTES:
+        if inline and _has_plain_bytes(value) and value.device.type == "cpu" and value.nbytes <= INLINE_BYTES:
             return inline_tensor(value)
         tensors.append(value)
         return TensorRef(len(tensors) - 1 - first)
@@ -169,6 +178,11 @@ def _walk(value: Any, tensors: list[torch.Tensor], first: int, *, inline: bool =
     if kind is torch.device:
         return TorchDevice(str(value))
     return value
+
+
+def _has_plain_bytes(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor) in _PLAIN_TENSORS
+    return is_plain and tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
 def _references(path: str, value: Any) -> Iterator[tuple[str, int]]:
@@ -192,7 +206,7 @@ def local_part(tensor: torch.Tensor, path: str) -> torch.Tensor:
             f"{path} is a {type(part).__module__}.{type(part).__qualname__}, a tensor subclass keepstep does not know",
             hint="wrap its owner in an object whose state_dict() returns the inner tensors",
         )
-    if part.layout is not torch.strided or part.is_quantized or part.device.type == "meta":
+    if not _has_plain_bytes(part):
         raise CaptureError(
             f"{path} is a {part.layout} tensor of {part.dtype} on {part.device}, which has no plain bytes",
             hint="keep it out of the state, or store a dense copy",

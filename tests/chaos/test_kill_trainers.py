@@ -1,0 +1,85 @@
+"""SIGKILL of all trainers at random instants: what comes back is the last complete version, or the one in flight.
+
+Every tensor carries its step and rank (steps.py), copies are throttled so that a kill lands at a
+random byte of one, and each life checks the whole state that it was given. Never a mix, never older,
+the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from lives import Expectation, Job, Zygote, job, within
+
+# About six megabytes are copied behind `take`; at this rate that lasts most of a step.
+PACE_S = 0.03
+RATE = {"KEEPSTEP_TAKE_RATE_BYTES_S": str(240_000_000)}
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def kill_again_and_again(run: Job, *, kills: int, budget_s: float, seed: int) -> Counter[str]:
+    """`kills` lives, or as many as fit; returns what happened how often."""
+    rng = random.Random(seed)
+    seen: Counter[str] = Counter()
+    expect, in_time = Expectation(), within(budget_s)
+    for _ in range(kills):
+        if not in_time():
+            break
+        trainers = run.start(pace_s=PACE_S)
+        if rng.random() < 0.15:  # anywhere in the start: importing, registering, restoring, preparing memory
+            time.sleep(rng.uniform(0.0, 1.0))
+        else:
+            trainers.wait_for("restored")
+            time.sleep(rng.uniform(0.0, 8 * PACE_S))
+        assert set(trainers.codes()) == {None}, f"a trainer ended by itself\n{trainers.text()}"
+        trainers.kill()
+        restored = run.check(trainers, expect)
+        seen["kills"] += 1
+        if restored is None:
+            seen["killed before it had restored"] += 1
+        elif restored < 0:
+            seen["first start"] += 1
+        else:
+            seen["restored the one in flight" if restored > expect.complete else "restored the last complete"] += 1
+        expect = expect.after(trainers, restored)
+        seen["newest step"] = max(seen["newest step"], expect.complete)
+    last = run.start(pace_s=PACE_S)
+    last.wait_for("restored")
+    last.wait_for("complete")
+    last.kill()
+    run.check(last, expect)
+    return seen
+
+
+@pytest.mark.parametrize(("world", "seed"), [(1, 11), (2, 12)])
+def test_trainers_killed_at_random_instants_come_back_at_the_last_or_the_flying_version(
+    zygote: Zygote, world: int, seed: int
+) -> None:
+    with job(zygote, world=world, settings=RATE) as run:
+        seen = kill_again_and_again(run, kills=25, budget_s=27.0, seed=seed)
+    print(f"{world} rank(s): {dict(seen)}")
+    assert seen["kills"] >= 5
+    assert seen["newest step"] > 0
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("world", "slots", "kills"), [(1, 2, 80), (2, 2, 80), (2, 3, 40)])
+def test_two_hundred_kills_lose_and_mix_nothing(zygote: Zygote, world: int, slots: int, kills: int) -> None:
+    with job(zygote, world=world, settings={**RATE, "KEEPSTEP_ARENA_SLOTS": str(slots)}) as run:
+        seen = kill_again_and_again(run, kills=kills, budget_s=1500.0, seed=random.randrange(1 << 30))
+    print(f"{world} rank(s), {slots} slots: {dict(seen)}")
+    assert seen["kills"] == kills
+    assert seen["restored the last complete"] + seen["restored the one in flight"] > kills // 2
