@@ -187,6 +187,16 @@ def test_a_keeper_that_ends_on_purpose_is_replaced_only_when_asked_for(node: Nod
     assert second.launcher_alive
 
 
+def test_a_launch_right_after_the_last_one_waits_for_the_old_keeper_to_go(node: Node) -> None:
+    for _ in range(5):
+        launcher = Holder(node.identity, node.config)
+        try:
+            node.keepers.add(launcher.status(timeout_s=20, patient=False).keeper.pid)
+        finally:
+            launcher.close()
+    assert len(node.keepers) == 5
+
+
 def test_the_end_of_the_launcher_ends_a_keeper_that_keeps_nothing(node: Node, holder: Holder) -> None:
     node.keepers.add(holder.status(timeout_s=20, patient=False).keeper.pid)
     holder.close()

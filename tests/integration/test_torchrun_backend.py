@@ -108,7 +108,7 @@ class Job:
     def log(self, index: int) -> Path:
         return self.base / f"agent{index}.log"
 
-    def round(self, number: int, size: int = 2, *, timeout_s: float = 60.0) -> list[dict[str, Any]]:
+    def round(self, number: int, size: int = 2, *, timeout_s: float = 100.0) -> list[dict[str, Any]]:
         """Wait until all ranks of an incarnation are at work; returns what they know, by rank."""
         paths = [self.base / f"{number}.{rank}" for rank in range(size)]
         wait_until(lambda: all(path.exists() for path in paths), timeout_s, self.say_where_it_hangs)
@@ -218,6 +218,8 @@ def free_port() -> int:
         port: int = sock.getsockname()[1]
         return port
 
+
+pytestmark = pytest.mark.timeout(240)  # rounds take 5 s here, and 40 s on two cores with a load of 8
 
 ONE_NODE = ("--rdzv-id=torchrun-test", "--nproc-per-node=2", "--max-restarts=5")
 
@@ -333,6 +335,17 @@ def test_two_agents_agree_on_one_incarnation_and_recover_from_a_killed_worker(jo
     assert first[0]["MASTER_PORT"] != second[0]["MASTER_PORT"]
     assert job.finish() == [0, 0]
     job.assert_nothing_is_left(keepers)
+
+
+def test_a_frozen_store_host_does_not_block_the_other_agent(job: Job) -> None:
+    port = free_port()
+    host = job.start(*two_nodes(port, True), node="a")
+    other = job.start(*two_nodes(port, False), node="b")
+    job.round(1)
+    host.send_signal(signal.SIGSTOP)
+    time.sleep(3)  # by now a call into the store has been made, and hangs
+    other.terminate()
+    assert other.wait(20) == 1
 
 
 def test_a_new_agent_takes_the_place_of_a_killed_one_and_numbers_go_on(job: Job) -> None:

@@ -138,7 +138,7 @@ def _corrupt(status: Status) -> tuple[int, str] | None:
         (slot.step, rank.rank)
         for rank in status.ranks
         for slot in rank.slots
-        if slot.state == "corrupt" and slot.step is not None and slot.step > (-1 if status.step is None else status.step)
+        if slot.state == "corrupt" and slot.step is not None and (status.step is None or slot.step > status.step)
     ]
     if not damaged:
         return None

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from keepstep.client import KeeperClient
+from keepstep.client import CONNECT_S, KeeperClient
 from keepstep.config import Config
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
@@ -160,15 +160,18 @@ class Holder:
             raise
 
     def _reach(self) -> KeeperClient:
-        """The keeper that is there (trainers may have been quicker), else a new one."""
-        try:
-            return self._open()
-        except KeeperError:
-            start_keeper(self._identity, self._config)
-            return self._open()
+        """The keeper that is there (trainers may have been quicker), else a new one.
 
-    def _open(self) -> KeeperClient:
-        return KeeperClient(self._identity, "launcher", on_push=self._pushed, on_lost=self._lost)
+        A keeper that does not listen yet or is about to end holds the lock: then it takes a few tries.
+        """
+        deadline = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                return KeeperClient(self._identity, "launcher", on_push=self._pushed, on_lost=self._lost)
+            except KeeperError:
+                if time.monotonic() > deadline:
+                    raise
+            start_keeper(self._identity, self._config)
 
     def _give_back(self, client: KeeperClient) -> None:
         with contextlib.ExitStack() as duplicates:

@@ -31,6 +31,7 @@ from keepstep.types import Incarnation, Version
 
 # Steps and incarnation numbers stay far below what their 64 bits hold.
 MAX_STEP = 1 << 62
+MAX_DAMAGED = 64
 FREE, GRANTED, COMMITTED, SEALED, CORRUPT = "free", "granted", "committed", "sealed", "corrupt"
 WAITING, FENCING, RESTORING, SERVING = "waiting", "fencing", "restoring", "serving"
 
@@ -431,6 +432,12 @@ class Core:
                 self._do(e.SealSlot(event.arena_id, slot.index, slot.version, self.remembered))
         self._advance()
 
+    def _arena_refused(self, event: e.ArenaRefused) -> None:
+        text = f"arena {event.arena_id} was refused: {event.problem}"
+        if text not in self.damaged and len(self.damaged) < MAX_DAMAGED:
+            self.damaged.append(text)
+        self._problem(text)
+
     def _move_to(self, member: Member, arena_id: str) -> None:
         """The rank writes another arena from now on: a grant that lies in the old one will not be seen any more."""
         if member.arena_id not in ("", arena_id):
@@ -608,10 +615,16 @@ class Core:
         arena = self.arenas.get(member.arena_id)
         if arena is None or arena.evidence:
             return None
-        retain = self.coordinator.retain
+        kept = self.coordinator.retain
+        named = {grant.slots.get(member.index) for grant in self.coordinator.open}
         order = {FREE: 0, CORRUPT: 1, SEALED: 2}
-        usable = [s for s in arena.slots if s.state in order and not (s.state == SEALED and s.version in retain)]
-        return min(usable, key=lambda s: (order[s.state], s.version.step if s.version else -1), default=None)
+        usable = [
+            slot
+            for slot in arena.slots
+            if slot.state in order and slot.index not in named and not (slot.state == SEALED and slot.version in kept)
+        ]
+        oldest = Version(Incarnation(0, 0), -1)
+        return min(usable, key=lambda slot: (order[slot.state], slot.version or oldest), default=None)
 
     def _all_loaded(self) -> bool:
         members = self.members.values()
@@ -657,7 +670,10 @@ class Core:
             if self.verifying:
                 return
         self.state = SERVING
-        self.coordinator.base = self.coordinator.complete = self.decision.version
+        version = self.decision.version
+        self.coordinator.base = self.coordinator.complete = version
+        if version is not None:
+            self.remembered = max(self.remembered or version, version)
         self._write_ledger()
         self._log("info", "restore decided", plan=list(self.decision.reasons), failure=self.decision.failure)
         self._answer()
@@ -820,6 +836,7 @@ _DISPATCH: dict[type, Callable[[Core, Any], None]] = {
     e.ProcessDied: Core._died,
     e.ArenaWanted: Core._arena_wanted,
     e.ArenaAdded: Core._arena_added,
+    e.ArenaRefused: Core._arena_refused,
     e.SnapshotCommitted: Core._committed,
     e.GrantVoid: Core._void,
     e.SlotSealed: Core._sealed,

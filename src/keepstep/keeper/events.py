@@ -77,6 +77,14 @@ class ArenaAdded:
 
 
 @dataclass(frozen=True)
+class ArenaRefused:
+    """Somebody held it for this run, and it cannot be adopted: whatever was in it is lost."""
+
+    arena_id: str
+    problem: str
+
+
+@dataclass(frozen=True)
 class SnapshotCommitted:
     conn: Conn
     arena_id: str
@@ -215,7 +223,7 @@ class Log:
 
 Effect = Send | WriteGrant | WriteLedger | SealSlot | VerifySlot | CreateArena | DropArena | Kill | End | Log
 Event = (
-    TrainerRegisters | LauncherSeen | ProcessDied | ArenaWanted | ArenaAdded | SnapshotCommitted | GrantVoid
+    TrainerRegisters | LauncherSeen | ProcessDied | ArenaWanted | ArenaAdded | ArenaRefused | SnapshotCommitted | GrantVoid
     | SlotSealed | SlotVerified | RestoreWanted | RankLoaded | TrainerLeaves | Tick
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from keepstep.arena.header import Ledger
+from keepstep.arena.header import ArenaHeader, Ledger
 from keepstep.arena.slots import Arena
 from keepstep.config import Config
 from keepstep.errors import Error, KeeperError
@@ -134,7 +134,10 @@ class Keeper:
                 self._drop(connection)
 
     def _repair_pages(self) -> None:
-        """A grant or ledger that could not be written, or was damaged since, would stop the snapshots for ever."""
+        """A page that could not be written, or was damaged since, would stop the snapshots or hide the arena."""
+        for arena in self.arenas.values():
+            if arena.segment.read(0, ArenaHeader.SIZE) != (encoded := arena.header.encode()):
+                arena.segment.write(0, encoded)
         for member in self.core.members.values():
             grant, arena = self.core.granted(member.index), self.arenas.get(member.arena_id)
             if grant is not None and arena is not None and arena.grant() != grant:
@@ -326,6 +329,7 @@ class Keeper:
             except (Error, OSError) as error:
                 refused[arena_id] = str(error)
                 log.error("arena refused", extra={"arena": arena_id, "reason": str(error)})
+                self._handle(e.ArenaRefused(arena_id[:64], str(error)))
                 continue
             if arena.arena_id in self.arenas:
                 arena.close()

@@ -45,5 +45,7 @@ def plan(inventory: Inventory) -> Plan:
         text = "; ".join(reasons) or "no sealed snapshot is left"
         failure = f"{inventory.complete} was complete once and cannot be given back: {text}"
         return Plan(None, (), tuple(reasons), failure)
+    if inventory.damaged:
+        return Plan(None, (), tuple(reasons), "; ".join(reasons))
     reasons.append("no version of this run was ever complete")
     return Plan(None, (), tuple(reasons))
