@@ -54,6 +54,7 @@ class KeeperClient:
         self._waiting: dict[int, Future[tuple[Any, list[int]]]] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._hung_up = False
         self._socket = _connect(identity, timeout_s)
         self._thread = threading.Thread(target=self._read, name="keepstep-link", daemon=True)
         self._thread.start()
@@ -67,7 +68,7 @@ class KeeperClient:
 
     @property
     def lost(self) -> bool:
-        return self._closed
+        return self._closed or self._hung_up
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -113,6 +114,7 @@ class KeeperClient:
 
     def hang_up(self) -> None:
         """End the connection as if the keeper had: whoever waits for it comes back."""
+        self._hung_up = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

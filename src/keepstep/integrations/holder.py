@@ -78,6 +78,12 @@ class Holder:
                 if not client.lost or time.monotonic() >= deadline:
                     raise
 
+    def largest_number(self, *, timeout_s: float, patient: bool) -> int:
+        """The largest incarnation number the keeper knows: open, or waiting for older trainers to die."""
+        number = self.status(timeout_s=timeout_s, patient=patient).incarnation
+        client = self._client
+        return max(number, client.welcome.largest_number) if client is not None else number
+
     def close(self) -> None:
         """End the connection and let go of everything; a keeper that keeps nothing is told to end."""
         with self._changed:

@@ -186,10 +186,10 @@ class KeptRendezvous(RendezvousHandler):
     def _known_number(self) -> int:
         """The largest incarnation number that this node's keeper or this agent knows."""
         try:
-            status = self._holder.status(timeout_s=self._config.keeper.start_s, patient=self._rounds > 0)
+            known = self._holder.largest_number(timeout_s=self._config.keeper.start_s, patient=self._rounds > 0)
         except Error as error:
             raise _refusal(error.message, hint=error.hint) from error
-        return max(status.incarnation, self._largest_number)
+        return max(known, self._largest_number)
 
     def _look(self) -> None:
         try:

@@ -223,7 +223,7 @@ class Log:
 
 Effect = Send | WriteGrant | WriteLedger | SealSlot | VerifySlot | CreateArena | DropArena | Kill | End | Log
 Event = (
-    TrainerRegisters | LauncherSeen | ProcessDied | ArenaWanted | ArenaAdded | ArenaRefused | SnapshotCommitted | GrantVoid
-    | SlotSealed | SlotVerified | RestoreWanted | RankLoaded | TrainerLeaves | Tick
+    TrainerRegisters | LauncherSeen | ProcessDied | ArenaWanted | ArenaAdded | ArenaRefused | SnapshotCommitted
+    | GrantVoid | SlotSealed | SlotVerified | RestoreWanted | RankLoaded | TrainerLeaves | Tick
 )  # fmt: skip
 

@@ -139,9 +139,9 @@ class Keeper:
             if arena.segment.read(0, ArenaHeader.SIZE) != (encoded := arena.header.encode()):
                 arena.segment.write(0, encoded)
         for member in self.core.members.values():
-            grant, arena = self.core.granted(member.index), self.arenas.get(member.arena_id)
-            if grant is not None and arena is not None and arena.grant() != grant:
-                arena.write_grant(grant)
+            grant, written = self.core.granted(member.index), self.arenas.get(member.arena_id)
+            if grant is not None and written is not None and written.grant() != grant:
+                written.write_grant(grant)
         if self._ledger is not None:
             for arena in self.arenas.values():
                 if arena.ledger() != self._ledger:

@@ -113,9 +113,11 @@ class Samples:
     def take(self) -> None:
         torch._foreach_copy_(self.taken, self.sources)
 
-    def changed(self, now: list[torch.Tensor]) -> Unit | None:
-        """The first unit whose window in `now` is not what was taken."""
+    def changed(self, now: list[torch.Tensor], owners: set[int] | None = None) -> Unit | None:
+        """The first unit (of these owners) whose window in `now` is not what was taken."""
         for unit, before, after in zip(self.units, self.taken, now, strict=True):
+            if owners is not None and not unit.owners & owners:
+                continue
             if not torch.equal(before.to(after.device), after):
                 return unit
         return None

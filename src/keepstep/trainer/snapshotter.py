@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,13 +18,12 @@ from typing import Any, Self
 import torch
 
 from keepstep import layout as layouts
-from keepstep.arena.header import Grant, Progress
+from keepstep.arena.header import Grant
 from keepstep.arena.segment import Mapping as SegmentMap
 from keepstep.arena.slots import Arena
 from keepstep.config import Config, resolve
 from keepstep.errors import CaptureError, ConfigError, IntegrityError
 from keepstep.protocol import (
-    ArenaGiven,
     ArenaNeed,
     Committed,
     Complete,
@@ -34,25 +32,25 @@ from keepstep.protocol import (
     RestoreFrom,
     Void,
     Voided,
-    WantArena,
     WantRestore,
 )
 from keepstep.trainer import blocks, sizing
 from keepstep.trainer import state as states
-from keepstep.trainer.capture import ArenaView, Capture, Job
+from keepstep.trainer.capture import Capture, Job
 from keepstep.trainer.copies import CopyPlan, plan_copies
 from keepstep.trainer.fence import Fence
 from keepstep.trainer.items import MODULE, OPTIMIZER, STATEFUL, Items, unwrap_optimizer
 from keepstep.trainer.link import Link, Listeners
+from keepstep.trainer.memory import Memory
 from keepstep.trainer.pending import PendingSnapshot
 from keepstep.trainer.place import find_identity, find_place, registration, warn_about_shared_store
 from keepstep.trainer.restore import RandomStates, Restored, Saved, Writer, sharded_modules
 from keepstep.trainer.state import Reader, Reading
+from keepstep.trainer.view import ArenaView
 from keepstep.types import Source, Status, Survives, Version
 
 log = logging.getLogger("keepstep")
 
-SLOW_PREPARE_S = 1.0
 _open_here: set[str] = set()
 
 
@@ -80,15 +78,13 @@ class Snapshotter:
         )
         self._reader = Reader(self._items, rng=self.config.rng, grads=self.config.grads)
         self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
-        self._view: ArenaView | None = None
+        self._memory = Memory(self._link, self.config.arena)
         self._plan: CopyPlan | None = None
         self._signatures: list[tuple[Any, ...]] = []
         self._pending: dict[Version, PendingSnapshot] = {}
         self._changing = threading.Lock()
         self._progress = -1
         self._used_serial = -1
-        self._growing = False
-        self._times_grown = 0
         self._warned: set[str] = set()
         self._closed = False
 
@@ -107,7 +103,8 @@ class Snapshotter:
         restored = None
         if answer.version is not None:
             restored = self._load(answer, fds[0], rehearsal, started)
-        self._prepare()
+        # Before the first step: all that can fail, fails here.
+        self._memory.get(self._foresee(), show=True)
         self._begin(restored.step if restored else None)
         return restored
 
@@ -162,10 +159,6 @@ class Snapshotter:
 
     # Memory
 
-    def _prepare(self) -> None:
-        """Get the arena and fault it in, before the first step: all that can fail, fails here."""
-        self._take_arena(self._foresee(), show=True)
-
     def _foresee(self) -> ArenaNeed:
         """What a snapshot will need, with the optimizer state that is still to come."""
         reading = self._reader.read()
@@ -176,43 +169,6 @@ class Snapshotter:
         finally:
             self._fence.muted = False
         return sizing.need_of(self._plan, len(reading.values), missing)
-
-    def _take_arena(self, need: ArenaNeed, *, show: bool) -> None:
-        wanted = WantArena(need, self.config.arena.slots, self.config.arena.memory_limit_bytes)
-        given, fds = self._link.request(wanted, ArenaGiven, timeout_s=self.config.keeper.restore_s)
-        self._link.hold(given.arena_id, fds[0])
-        arena = Arena.adopt(fds[0], run_id=self._identity.run_id, node_id=self._identity.node_id)
-        if self._view is not None and self._view.arena.arena_id == given.arena_id:
-            arena.close()
-            return
-        mapping = SegmentMap(arena.segment)
-        with _ProgressLine(arena.segment.size_bytes, enabled=show) as progress:
-            mapping.populate(self.config.arena.prefault_threads, progress)
-        view = ArenaView(arena, mapping)
-        view.register_with_cuda()
-        with self._changing:
-            old, self._view = self._view, view
-            self._write_progress(view)
-        if old is not None:
-            old.close()
-
-    def _grow(self, need: ArenaNeed) -> None:
-        """In the background: a larger arena, before the old one goes."""
-        if self._growing:
-            return
-        self._growing = True
-        self._times_grown += 1
-
-        def grow() -> None:
-            try:
-                self._capture.drain(timeout_s=600)
-                self._take_arena(need, show=False)
-            except Exception as error:
-                log.error("the arena cannot grow: %s", error)
-            finally:
-                self._growing = False
-
-        threading.Thread(target=grow, name="keepstep-grow", daemon=True).start()
 
     # Taking
 
@@ -235,8 +191,7 @@ class Snapshotter:
         if step <= self._progress:
             return self._skip(step, f"steps must grow: the last one was {self._progress}")
         self._progress = step
-        if self._view is not None:
-            self._write_progress(self._view)
+        self._memory.note_progress(step)
         self._capture.suspect()
         if step % self.config.every:
             return self._skip(step, f"not due: every={self.config.every}")
@@ -256,14 +211,17 @@ class Snapshotter:
 
     def _grant(self, step: int) -> Grant | str:
         """The grant for this step, or why there is none."""
-        if self._view is None:
-            self._prepare_late()
+        view = self._memory.view
+        if view is None:
+            # restore() was never called: prepare behind the training.
+            if not self._memory.busy:
+                self._memory.get_behind(self._foresee(), before=lambda: None, after=lambda: self._begin(None))
             return "the memory is being prepared: call restore() before the first step"
-        if self._growing:
+        if self._memory.busy:
             return "the arena is growing"
         if self._capture.current is not None:
             return f"the snapshot at step {self._capture.current.version.step} is still being copied"
-        grant = self._view.arena.grant()
+        grant = view.arena.grant()
         if grant is None or grant.incarnation != self._link.incarnation:
             return "not granted yet: the keeper waits for all ranks" if self._link.up else self._no_keeper()
         if grant.serial <= self._used_serial:
@@ -277,17 +235,19 @@ class Snapshotter:
         return f"the keeper has ended: {self._link.ended}" if self._link.ended else "the keeper is away"
 
     def _begin_capture(self, version: Version, grant: Grant) -> PendingSnapshot:
-        assert self._view is not None
+        view = self._memory.view
+        assert view is not None
         inexact = self._is_inexact()
         reading = self._reader.read()
         plan = self._current_plan(reading)
         need = ArenaNeed(len(plan.encoded), len(reading.values), plan.payload_bytes)
-        if not self._view.arena.fits(need):
-            self._grow(sizing.larger(sizing.need_of(plan, len(reading.values), []), times=self._times_grown))
+        if not view.arena.fits(need):
+            wanted = sizing.need_of(plan, len(reading.values), [])
+            self._memory.grow(wanted, before=lambda: self._capture.drain(timeout_s=600))
             raise CaptureError(f"the state has outgrown its arena ({plan.payload_bytes:,} bytes); a larger one is made")
         pending = PendingSnapshot(version.step)
         self._remember(version, pending)
-        self._capture.begin(self._view, grant.slot, version, plan, reading.values, inexact=inexact)
+        self._capture.begin(view, grant.slot, version, plan, reading.values, inexact=inexact)
         return pending
 
     def _current_plan(self, reading: Reading) -> CopyPlan:
@@ -322,30 +282,6 @@ class Snapshotter:
         log.debug("step %d skipped: %s", step, reason)
         return PendingSnapshot(step, reason=reason)
 
-    def _write_progress(self, view: ArenaView) -> None:
-        try:
-            view.arena.write_progress(Progress(self._link.incarnation, self._progress))
-        except OSError as error:
-            self._warn_once(f"progress cannot be written: {error}")
-
-    def _prepare_late(self) -> None:
-        """The user never called restore(): prepare behind the training."""
-        if self._growing:
-            return
-        self._growing = True
-        need = self._foresee()
-
-        def prepare() -> None:
-            try:
-                self._take_arena(need, show=False)
-                self._begin(None)
-            except Exception as error:
-                log.error("the memory cannot be prepared: %s", error)
-            finally:
-                self._growing = False
-
-        threading.Thread(target=prepare, name="keepstep-prepare", daemon=True).start()
-
     # From other threads
 
     def _on_committed(self, job: Job) -> None:
@@ -359,7 +295,7 @@ class Snapshotter:
         self._resolve(message.version, Survives.PROCESS, "")
 
     def _on_voided(self, message: Voided) -> None:
-        view = self._view
+        view = self._memory.view
         if view is not None:
             view.forget_layouts()  # a damaged one would fail every snapshot in its slot
         self._resolve(message.version, Survives.NOTHING, f"void elsewhere (rank {message.rank}: {message.reason})")
@@ -388,9 +324,7 @@ class Snapshotter:
         self._capture.close()
         self._fence.close()
         self._link.close(finished=finished)
-        if self._view is not None:
-            self._view.close()
-            self._view = None
+        self._memory.close()
         self._plan = None
         _open_here.discard(self._key)
         for pending in self._pending.values():
@@ -425,35 +359,3 @@ def _read_snapshot(view: ArenaView, answer: RestoreFrom) -> Saved:
     tree = states.decode(view.arena.segment.read(values_span.offset, values_span.size_bytes))
     return Saved(tree, layout, view.payload(answer.slot))
 
-
-class _ProgressLine:
-    """Says how far a long preparation is: a bar on a terminal, a line in the log elsewhere."""
-
-    def __init__(self, total_bytes: int, *, enabled: bool) -> None:
-        self._total, self._enabled = total_bytes, enabled
-        self._started = time.monotonic()
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> Callable[[int], None]:
-        return self._show
-
-    def _show(self, done: int) -> None:
-        if not self._enabled or time.monotonic() - self._started < SLOW_PREPARE_S:
-            return
-        if self._bar is None and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress as Bar
-
-            self._bar = Bar(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("keepstep prepares its memory", total=self._total)
-            self._bar.start()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        took = time.monotonic() - self._started
-        if self._enabled and took >= SLOW_PREPARE_S:
-            log.info("prepared %.2f GiB of memory in %.1f s", self._total / (1 << 30), took)

@@ -1,0 +1,127 @@
+"""This rank's arena: asked for, mapped, faulted in before the first step, and replaced by a larger one behind it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from keepstep.arena.header import Progress
+from keepstep.arena.segment import Mapping
+from keepstep.arena.slots import Arena
+from keepstep.config import ArenaConfig
+from keepstep.errors import Error
+from keepstep.protocol import ArenaGiven, ArenaNeed, WantArena
+from keepstep.trainer import sizing
+from keepstep.trainer.link import Link
+from keepstep.trainer.view import ArenaView
+
+log = logging.getLogger("keepstep")
+
+SLOW_S = 1.0
+
+
+class Memory:
+    """Owns the view of the arena. One thread at a time replaces it."""
+
+    def __init__(self, link: Link, config: ArenaConfig) -> None:
+        self._link, self._config = link, config
+        self.view: ArenaView | None = None
+        self.busy = False
+        """an arena is being made behind the training"""
+        self._step = -1
+        self._times_grown = 0
+        self._changing = threading.Lock()
+
+    def get(self, need: ArenaNeed, *, show: bool) -> None:
+        """Have an arena with room for `need`. Raises the one error that a user gets when it does not fit."""
+        wanted = WantArena(need, self._config.slots, self._config.memory_limit_bytes)
+        given, fds = self._link.request(wanted, ArenaGiven, timeout_s=self._link.config.keeper.restore_s)
+        identity = self._link.identity
+        arena = Arena.adopt(fds[0], run_id=identity.run_id, node_id=identity.node_id)
+        if self.view is not None and self.view.arena.arena_id == given.arena_id:
+            arena.close()
+            return
+        mapping = Mapping(arena.segment)
+        with _ProgressLine(arena.segment.size_bytes, enabled=show) as progress:
+            mapping.populate(self._config.prefault_threads, progress)
+        view = ArenaView(arena, mapping)
+        view.register_with_cuda()
+        with self._changing:
+            old, self.view = self.view, view
+        self.note_progress(self._step)
+        if old is not None:
+            old.close()
+
+    def get_behind(self, need: ArenaNeed, *, before: Callable[[], object], after: Callable[[], object]) -> None:
+        """The same in the background, between `before` and `after`."""
+        if self.busy:
+            return
+        self.busy = True
+
+        def work() -> None:
+            try:
+                before()
+                self.get(need, show=False)
+                after()
+            except Error as error:
+                log.error("there is no memory for snapshots: %s", error)
+            finally:
+                self.busy = False
+
+        threading.Thread(target=work, name="keepstep-memory", daemon=True).start()
+
+    def grow(self, need: ArenaNeed, *, before: Callable[[], object]) -> None:
+        """A larger arena, made before the old one goes."""
+        if not self.busy:
+            self.get_behind(sizing.larger(need, times=self._times_grown), before=before, after=lambda: None)
+            self._times_grown += 1
+
+    def note_progress(self, step: int) -> None:
+        """Tell the keeper, through the arena, how far this rank has come."""
+        self._step = step
+        with self._changing:
+            if self.view is not None:
+                self.view.arena.write_progress(Progress(self._link.incarnation, step))
+
+    def close(self) -> None:
+        with self._changing:
+            view, self.view = self.view, None
+        if view is not None:
+            view.close()
+
+
+class _ProgressLine:
+    """Says how far a long preparation is: a bar on a terminal, a line in the log elsewhere."""
+
+    def __init__(self, total_bytes: int, *, enabled: bool) -> None:
+        self._total, self._enabled = total_bytes, enabled
+        self._started = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Callable[[int], None]:
+        return self._show
+
+    def _show(self, done: int) -> None:
+        if not self._enabled or time.monotonic() - self._started < SLOW_S:
+            return
+        if self._bar is None and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("keepstep prepares its memory", total=self._total)
+            self._bar.start()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        took = time.monotonic() - self._started
+        if self._enabled and took >= SLOW_S:
+            log.info("prepared %.2f GiB of memory in %.1f s", self._total / (1 << 30), took)

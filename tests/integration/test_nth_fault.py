@@ -1,0 +1,278 @@
+"""The Nth effect on the save path fails, for N = 1, 2, 3 ... until a run meets no failure.
+
+Each time: training goes on (`take` never raises), the version that was complete before is intact,
+and snapshots work again. In the trainer the effects are its system calls, messages and allocations;
+in the keeper its reads, writes, allocations and messages (ordered through KEEPSTEP_TEST_FAULTS).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import keepstep
+from keepstep.testing.faults import fail_nth, out_of_memory
+from keepstep.testing.run import LocalRun, wait_until
+
+SIZES = (5, 20_000, 70_001, 300_007)
+MOST = 400
+"""more effects than any of these runs has: a bound, not an expectation"""
+AGAIN_S = 20.0
+
+
+def memory_error(name: str) -> BaseException:
+    return MemoryError(f"injected at {name}")
+
+
+def key_error(name: str) -> BaseException:
+    return KeyError(f"injected at {name}")
+
+
+class Training:
+    """SGD with momentum 1 on a constant gradient: n(n+1)/2 after n steps, everywhere."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.ParameterList([torch.zeros(size) for size in SIZES])
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=1.0)
+        self.plain = {"n": 0, "tensors": [torch.zeros(9)]}
+        self.state = {"model": self.model, "optimizer": self.optimizer, "plain": self.plain}
+
+    def step(self) -> int:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, -1.0)
+        self.optimizer.step()
+        self.plain["n"] += 1
+        for tensor in self.plain["tensors"]:
+            tensor.fill_(float(self.plain["n"]))
+        return self.plain["n"] - 1
+
+    def is_at(self, step: int) -> bool:
+        n = step + 1
+        value = float(n * (n + 1) // 2)
+        tensors = all(torch.equal(p.detach(), torch.full_like(p, value)) for p in self.model.parameters())
+        momenta = [self.optimizer.state[p]["momentum_buffer"] for p in self.model.parameters()]
+        moved = all(torch.equal(m, torch.full_like(m, -float(n))) for m in momenta)
+        plain = all(torch.equal(t, torch.full_like(t, float(n))) for t in self.plain["tensors"])
+        return tensors and moved and plain and self.plain["n"] == n
+
+
+class Trial:
+    """One training in this process, with faults on its way."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self.run = run
+        self.training = Training()
+        self.snapshots = self._open()
+        self.snapshots.restore()
+
+    def _open(self) -> keepstep.Snapshotter:
+        return keepstep.Snapshotter(self.training.state, self.run.config())
+
+    def take(self, *, wait_s: float = 2.0) -> bool:
+        """One step and its snapshot; True when it is complete."""
+        taken = self.snapshots.take(self.training.step())
+        return taken.wait(timeout_s=wait_s) == keepstep.Survives.PROCESS
+
+    def take_until_complete(self) -> int:
+        """Snapshots work again. Returns the step of the first one."""
+        deadline = time.monotonic() + AGAIN_S
+        while not self.take(wait_s=1.0):
+            assert time.monotonic() < deadline, f"no version is complete any more: {self.run.status()}"
+            time.sleep(0.002)
+        return self.training.plain["n"] - 1
+
+    def check_intact(self, complete: int) -> None:
+        """The version that was complete, or a newer one, is there, and every sealed byte is right."""
+        status = self.run.status()
+        assert status.step is not None
+        assert status.step >= complete, status
+        assert [result.problem for result in self.run.verify()] == [""] * len(self.run.verify())
+
+    def come_back(self) -> None:
+        """The trainer dies and is restored: exactly the newest complete version."""
+        complete = self.run.status().step
+        assert complete is not None
+        self.snapshots.close(finished=False)
+        self.training = Training()
+        self.snapshots = self._open()
+        restored = self.snapshots.restore()
+        assert restored is not None
+        assert restored.step >= complete
+        assert self.training.is_at(restored.step)
+
+    def close(self) -> None:
+        self.snapshots.close(finished=False)
+
+
+@pytest.fixture
+def trial() -> Iterator[Trial]:
+    with LocalRun() as run:
+        made = Trial(run)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.mark.parametrize("make", [out_of_memory, memory_error, key_error])
+def test_training_goes_on_when_the_nth_effect_of_the_trainer_fails(
+    trial: Trial, make: Callable[[str], BaseException]
+) -> None:
+    met: Counter[str] = Counter()
+    for nth in range(1, MOST):
+        complete = trial.take_until_complete()
+        with fail_nth(nth, make=make) as fault:
+            for _ in range(3):
+                trial.take(wait_s=0.5)
+        trial.check_intact(complete)
+        if not fault.met:
+            break
+        met[fault.met] += 1
+        if nth % 10 == 0:
+            trial.come_back()
+    trial.take_until_complete()
+    trial.come_back()
+    print(f"{sum(met.values())} effects failed: {dict(met)}")
+    assert not fault.met, "there is always one more effect"
+    wanted = {"segment.read", "segment.write", "capture.copy", "capture.eager", "capture.queue", "send.Committed"}
+    assert wanted <= set(met)
+
+
+def test_the_keeper_is_found_again_when_the_nth_message_to_it_fails(trial: Trial) -> None:
+    met: Counter[str] = Counter()
+    for nth in range(1, MOST):
+        complete = trial.take_until_complete()
+        with fail_nth(nth, only="send.") as fault:
+            trial.run.kill_keeper()
+            trial.take_until_complete()
+        trial.check_intact(complete)
+        if not fault.met:
+            break
+        met[fault.met] += 1
+    trial.come_back()
+    print(f"{sum(met.values())} messages failed: {dict(met)}")
+    assert {"send.Hello", "send.GiveBack", "send.Register"} <= set(met)
+
+
+def test_a_larger_arena_is_had_in_the_end_when_the_nth_effect_on_the_way_fails(trial: Trial) -> None:
+    met: Counter[str] = Counter()
+    size = 1 << 20
+    for nth in range(1, MOST):
+        complete = trial.take_until_complete()
+        size += size // 2
+        trial.training.plain["tensors"] = [torch.zeros(size // 4)]
+        with fail_nth(nth, only="segment.") as fault:
+            for _ in range(4):
+                trial.take(wait_s=0.2)
+        trial.take_until_complete()
+        trial.check_intact(complete)
+        if not fault.met or nth >= 12:
+            break
+        met[fault.met] += 1
+    print(f"{sum(met.values())} effects failed: {dict(met)}")
+    assert "segment.map" in met or "segment.populate" in met
+
+
+class Orders:
+    """The file through which a keeper is told which of its effects fails."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def give(self, nth: int, only: str) -> None:
+        self._path.with_suffix(".met").unlink(missing_ok=True)
+        self._write(f"{nth} {only}")
+
+    def withdraw(self) -> str:
+        """Returns what was met."""
+        self._write("")
+        met = self._path.with_suffix(".met")
+        return met.read_text().split()[1] if met.exists() else ""
+
+    def _write(self, text: str) -> None:
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.rename(self._path)
+
+
+@pytest.fixture
+def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Orders:
+    monkeypatch.setenv("KEEPSTEP_TEST_FAULTS", str(tmp_path / "orders"))
+    return Orders(tmp_path / "orders")
+
+
+@pytest.mark.parametrize("only", ["segment.write", "keeper.send", "segment.read"])
+def test_the_keeper_lives_and_protects_again_when_its_nth_effect_fails(orders: Orders, only: str) -> None:
+    from keepstep import faults
+
+    faults.install(None)  # the order is for the keeper, not for this process
+    with LocalRun() as run:
+        trial = Trial(run)
+        try:
+            met, keeper = 0, run.keeper_pid()
+            for nth in range(1, 40):
+                complete = trial.take_until_complete()
+                orders.give(nth, only)
+                for _ in range(2):
+                    trial.take(wait_s=0.5)
+                found = orders.withdraw()
+                trial.take_until_complete()
+                trial.check_intact(complete)
+                if not found:
+                    break
+                met += 1
+                if nth % 10 == 0:
+                    trial.come_back()
+            trial.come_back()
+            assert run.keeper_pid() == keeper, "the keeper died of a fault that it should have survived"
+        finally:
+            trial.close()
+    print(f"{met} times {only} failed in the keeper")
+    assert met >= 3
+
+
+def test_restoring_survives_faults_of_the_machine_and_none_counts_against_a_version(orders: Orders) -> None:
+    """Reads that fail while slots are verified are tried again: only wrong bytes condemn a version."""
+    from keepstep import faults
+
+    faults.install(None)
+    with LocalRun() as run:
+        trial = Trial(run)
+        try:
+            for nth in range(1, 30, 3):
+                trial.take_until_complete()
+                complete = trial.take_until_complete()
+                trial.snapshots.close(finished=False)
+                trial.training = Training()
+                orders.give(nth, "segment.")
+                trial.snapshots = trial._open()
+                restored = trial.snapshots.restore()
+                orders.withdraw()
+                assert restored is not None
+                assert restored.step == complete, f"{restored} after fault {nth}"
+                assert trial.training.is_at(complete)
+        finally:
+            trial.close()
+
+
+def test_an_arena_that_cannot_be_made_is_an_error_before_the_first_step_and_not_a_hang(orders: Orders) -> None:
+    from keepstep import faults
+
+    faults.install(None)
+    with LocalRun() as run:
+        for nth, only in ((1, "segment.create"), (1, "segment.write")):
+            training = Training()
+            snapshots = keepstep.Snapshotter(training.state, run.config())
+            try:
+                orders.give(nth, only)
+                with pytest.raises(keepstep.KeeperError):
+                    snapshots.restore()
+                assert orders.withdraw() == only
+            finally:
+                snapshots.close(finished=False)
+            wait_until(lambda: run.status().memory_bytes == 0, what="no arena to be left")
