@@ -144,9 +144,7 @@ class Training:
                 missing = torch.full((1,), float("nan"))
                 wanted = momentum_value(n, index)
                 rows.append((f"m{index}", missing if momentum is None else momentum, wanted))
-        rows += [
-            (f"plain{i}", tensor, plain_value(n, self.rank, i)) for i, tensor in enumerate(self.plain["tensors"])
-        ]
+        rows += [(f"plain{i}", tensor, plain_value(n, self.rank, i)) for i, tensor in enumerate(self.plain["tensors"])]
         return rows
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator
 
 import pytest
 from lives import Expectation, Job, Trainers, Zygote, job
@@ -24,15 +23,6 @@ RATE = {"KEEPSTEP_TAKE_RATE_BYTES_S": str(240_000_000)}
 PROTECTED_AGAIN_S = 30.0
 # On a machine that others use too a step may wait for a core this long, with or without a keeper.
 NOISE_S = 0.5
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def kill_keeper_again_and_again(run: Job, trainers: Trainers, *, kills: int, rng: random.Random) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 from lives import Expectation, Job, Zygote, job, within
@@ -18,15 +17,6 @@ from lives import Expectation, Job, Zygote, job, within
 # About six megabytes are copied behind `take`; at this rate that lasts most of a step.
 PACE_S = 0.03
 RATE = {"KEEPSTEP_TAKE_RATE_BYTES_S": str(240_000_000)}
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def kill_again_and_again(run: Job, *, kills: int, budget_s: float, seed: int) -> Counter[str]:

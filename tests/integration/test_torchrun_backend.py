@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -96,7 +97,10 @@ class Job:
         script.write_text(WORKER)
         command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=keepstep", *options]
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("KEEPSTEP_", "PET_", "TORCH"))}
-        ours = {"KEEPSTEP_NODE_ID": node, "KEEPSTEP_RUNTIME_DIR": str(self.base / "r"), "PYTHONFAULTHANDLER": "1"}
+        ours = {
+            "KEEPSTEP_NODE_ID": node, "KEEPSTEP_RUNTIME_DIR": str(self.base / "r"),
+            "PYTHONFAULTHANDLER": "1", "TMPDIR": str(self.base),  # torchrun leaves its log directories there
+        }  # fmt: skip
         with open(self.log(len(self.agents)), "wb") as output:
             agent = subprocess.Popen(
                 [*command, str(script), str(self.base), mode],
@@ -176,9 +180,7 @@ class Job:
             with contextlib.suppress(KeeperError):
                 self.ask(Release(force=True), Done, node)
         wait_until(lambda: not (self.base / "r").exists(), 20)
-        for path in self.base.iterdir():
-            path.unlink()
-        self.base.rmdir()
+        shutil.rmtree(self.base)
 
     def assert_nothing_is_left(self, keepers: list[int]) -> None:
         wait_until(lambda: not any(exists(pid) for pid in [*keepers, *self.workers()]), 10)

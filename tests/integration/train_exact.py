@@ -6,13 +6,15 @@
 Files in --out, per rank: `losses` (a line per executed step), `lives` (what each life restored), `takes` (snapshots
 that were skipped), `final.json` (the whole state, bit for bit, and draws from every random generator).
 A kill is `[rank@]step:moment`, done once per run however many lives it has. Moments: `backward` (between two
-layers' gradients), `step` (some tensors of the optimizer are written, others not), `take` (right after it returned).
+layers' gradients), `restore` (before the first step of a life), `step` (some tensors of the optimizer are written, others not), `take` (right after it returned).
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import hashlib
 import json
 import math
@@ -20,13 +22,13 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -162,7 +164,7 @@ def simple(killer: Killer, kind: str, schedule: str, **options: str) -> Case:
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = OPTIMIZERS[kind](model.parameters())
     scheduler = SCHEDULERS[schedule](optimizer)
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(torch.initial_seed())
     case.state = {
         "model": model, "averaged": averaged, "optimizer": optimizer, "scheduler": scheduler, "generator": generator,
     }  # fmt: skip
@@ -366,6 +368,81 @@ def scaled(killer: Killer, kind: str) -> Case:
     return case
 
 
+def handmade(killer: Killer) -> Case:
+    """No optimizer and no scheduler: tensors, values and generators of the user's own, updated by hand."""
+    case = Case(killer)
+    weights = [torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(3)]
+    momenta = tuple(torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for _ in weights)
+    values = {"weights": weights, "momenta": momenta, "lr": 0.01, "history": np.zeros(40), 7: ("seven", [])}
+    generators = {
+        "numpy": np.random.default_rng(torch.initial_seed()), "python": random.Random(torch.initial_seed()),
+    }  # fmt: skip
+    case.state = {"values": values, "generators": generators}
+
+    def train(batch: torch.Tensor) -> float:
+        batch = batch * generators["python"].random() + float(generators["numpy"].normal())
+        leaves = [weight.requires_grad_() for weight in values["weights"]]
+        out = batch
+        for leaf in leaves:
+            out = killer.on_backward(torch.tanh(out @ leaf))
+        loss = (out - batch).square().mean()
+        grads = torch.autograd.grad(loss, leaves)
+        with torch.no_grad(), killer.in_step():
+            for weight, momentum, grad in zip(leaves, values["momenta"], grads, strict=True):
+                momentum.mul_(0.9).add_(grad)
+                weight.sub_(momentum, alpha=values["lr"])
+                weight.requires_grad_(False)
+        values["lr"] *= 0.9
+        values["history"][killer.step] = loss.item()
+        values[7][1].append(loss.item())
+        return loss.item()
+
+    case.train = train  # type: ignore[method-assign]
+    return case
+
+
+def in_backward(killer: Killer) -> Case:
+    """An optimizer per parameter that steps inside backward, as soon as its gradient is there."""
+    case = Case(killer)
+    model = Net(killer)
+    optimizers = {name: torch.optim.AdamW([p], lr=1e-2, fused=True) for name, p in model.named_parameters()}
+
+    def step(name: str, parameter: torch.Tensor) -> None:
+        case.update(optimizers[name])
+        parameter.grad = None
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: step(name, p))
+    case.state = {"model": model, "optimizers": optimizers}
+
+    def train(batch: torch.Tensor) -> float:
+        loss = case.loss(model, batch)
+        loss.backward()
+        return loss.item()
+
+    case.train = train  # type: ignore[method-assign]
+    return case
+
+
+def normed(killer: Killer) -> Case:
+    """An embedding with max_norm writes its weight in the forward pass, where no optimizer says so."""
+    case = Case(killer)
+    embedding = nn.Embedding(2000, WIDTH, max_norm=0.5)
+    optimizer = OPTIMIZERS["sgd"](embedding.parameters())
+    case.state = {"embedding": embedding, "optimizer": optimizer}
+
+    def train(batch: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = (killer.on_backward(embedding(torch.randint(2000, (64,)))) * 3).square().mean()
+        loss.backward()
+        time.sleep(0.01)
+        case.update(optimizer)
+        return loss.item()
+
+    case.train = train  # type: ignore[method-assign]
+    return case
+
+
 def accumulating(killer: Killer) -> Case:
     """Takes between micro-batches: gradients are part of the state."""
     case = Case(killer)
@@ -406,13 +483,19 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def loading(
-    killer: Killer, workers: str = "0", own: str = "0", shuffle: str = "1", late: str = "0", persistent: str = "0"
+    killer: Killer,
+    workers: str = "0",
+    own: str = "0",
+    shuffle: str = "1",
+    late: str = "0",
+    persistent: str = "0",
+    validate: str = "0",
 ) -> Case:
     """A StatefulDataLoader of five batches an epoch. `late`: the epoch's last take comes after the loop has ended."""
     case = Case(killer)
     model = Net(killer)
     optimizer = OPTIMIZERS["foreach"](model.parameters())
-    generator = torch.Generator().manual_seed(5) if own == "1" else None
+    generator = torch.Generator().manual_seed(torch.initial_seed()) if own == "1" else None
     # Randomness inside workers is re-seeded at a restart, which keepstep cannot help: only the main process is noisy.
     data = Rows(5 * BATCH - 3, noisy=workers == "0")
     loader = StatefulDataLoader(
@@ -420,6 +503,9 @@ def loading(
         persistent_workers=persistent == "1",
     )  # fmt: skip
     case.state = {"model": model, "optimizer": optimizer, "loader": loader}
+    validation = StatefulDataLoader(data, batch_size=BATCH, shuffle=True, num_workers=int(workers))
+    if validate == "1":
+        case.state |= {"validation": validation, "calls": {"number": 0}}
     case.epoch_steps = len(loader)
     case.late = late == "1"  # type: ignore[attr-defined]
 
@@ -428,6 +514,10 @@ def loading(
         loss = case.loss(model, batch + torch.randn_like(batch) * random.random() + float(np.random.rand()))
         loss.backward()
         case.update(optimizer)
+        if validate == "1":
+            case.state["calls"]["number"] += 1
+            if case.state["calls"]["number"] % 3 == 0:
+                return loss.item() + sum(model(batch).mean().item() * n for n, batch in enumerate(validation))
         return loss.item()
 
     case.train = train  # type: ignore[method-assign]
@@ -450,8 +540,8 @@ def data_parallel(killer: Killer, rehearse: str = "0", bucket_mb: str = "25") ->
     loader = StatefulDataLoader(data, batch_size=BATCH, sampler=sampler)
     case.state = {"model": parallel, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     case.epoch_steps = len(loader)
-    torch.manual_seed(100 + rank)  # dropout and noise of its own on every rank
-    random.seed(100 + rank)
+    torch.manual_seed(torch.initial_seed() + 100 * rank)  # dropout and noise of its own on every rank
+    random.seed(torch.initial_seed())
 
     def train(batch: torch.Tensor) -> float:
         optimizer.zero_grad()
@@ -484,7 +574,7 @@ def sharded(killer: Killer, **only: str) -> Case:
         optimizers.append(OPTIMIZERS[kind](groups))
     scheduler = SCHEDULERS["onecycle"](optimizers[0])
     case.state = {"models": models, "optimizers": optimizers, "scheduler": scheduler}
-    torch.manual_seed(100 + dist.get_rank())
+    torch.manual_seed(torch.initial_seed() + 100 * dist.get_rank())
 
     def train(batch: torch.Tensor) -> float:
         total = 0.0
@@ -503,6 +593,7 @@ def sharded(killer: Killer, **only: str) -> Case:
 
 CASES: dict[str, Callable[..., Case]] = {
     "simple": simple, "zoo": zoo, "adversaries": adversaries, "masters": masters, "scaled": scaled,
+    "handmade": handmade, "in_backward": in_backward, "normed": normed,
     "accumulating": accumulating, "loading": loading, "ddp": data_parallel, "fsdp": sharded,
 }  # fmt: skip
 
@@ -514,9 +605,10 @@ def run(arguments: argparse.Namespace) -> None:
     rank = begin_process_group(arguments)
     out = Path(arguments.out)
     killer = Killer(arguments.kill, out, rank)
-    torch.manual_seed(1)
-    random.seed(2)
-    np.random.seed(3)
+    seed = fresh_seed(out, rank, rush=arguments.rush)
+    torch.manual_seed(seed)
+    random.seed(seed + 1)
+    np.random.seed(seed + 2)
     case = make(arguments.case, killer)
     if arguments.bare:
         train(case, None, None, arguments, rank)
@@ -527,6 +619,13 @@ def run(arguments: argparse.Namespace) -> None:
     (out / f"final-{rank}.json").write_text(json.dumps(whole(case)))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def fresh_seed(out: Path, rank: int, *, rush: bool) -> int:
+    """Once there is a snapshot a new life begins with other weights and other draws: all must come from there."""
+    losses = out / f"losses-{rank}"
+    executed = losses.read_text().splitlines() if losses.exists() else []
+    return 1 if rush or len(executed) < 2 else 1000 + len(executed)
 
 
 def make(text: str, killer: Killer) -> Case:
@@ -549,6 +648,8 @@ def train(
     out = Path(arguments.out)
     step = restored.step + 1 if restored else 0
     note(out / f"lives-{rank}", str(restored.step if restored else None))
+    case.killer.step = step
+    case.killer.here("restore")
     empty = 0
     while step < arguments.steps and empty < 3:
         empty += 1
@@ -593,6 +694,8 @@ def whole(case: Case) -> dict[str, Any]:
     for name, thing in flatten(case.state):
         if isinstance(thing, torch.Generator):
             found[name] = described(thing.get_state())
+        elif isinstance(thing, (random.Random, np.random.Generator)):
+            found[name] = described(thing.random())
         else:
             found[name] = described(thing.state_dict() if hasattr(thing, "state_dict") else thing)
         if isinstance(thing, torch.optim.Optimizer):
@@ -642,6 +745,7 @@ def serve() -> None:
 
     A life costs a fork instead of an interpreter with torch in it. The parent imports, and does nothing else.
     """
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         environ = dict(request["env"], MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
@@ -653,10 +757,23 @@ def serve() -> None:
                 environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
                 os.environ.update(environ)
                 redirect(Path(request["log"]) / f"log-{rank}")
-                main(request["argv"])
-                sys.exit(0)
+                end(main, request["argv"])
             pids[pid] = rank
         print(json.dumps(reap(pids)), flush=True)
+
+
+def end(function: Callable[[list[str]], None], argv: list[str]) -> NoReturn:
+    """Run it and exit as an interpreter does, without taking every module apart: that is most of a short life."""
+    try:
+        function(argv)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def reap(pids: dict[int, int], grace_s: float = 60.0) -> list[int]:

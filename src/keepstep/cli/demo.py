@@ -1,4 +1,4 @@
-"""`keepstep demo`: train twice, once undisturbed and once under fire, and compare bit for bit (see demo_run.py)."""
+"""`keepstep demo`: train twice, once undisturbed and once under fire, and compare bit for bit (see story/)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from keepstep.cli.demo_run import run_demo
+    from keepstep.cli.story.play import run_demo
 
     return run_demo(
         out=args.out, steps=args.steps, nproc=args.nproc, seed=args.seed, script=args.script, console=Console()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.arena import checksum, room
-from keepstep.arena.header import COMMITTED
+from keepstep.arena.header import COMMITTED, TrainerHeader
 from keepstep.arena.slots import Arena, SealedSlot, plan_header, total_bytes
 from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.identity import Identity
@@ -70,7 +70,7 @@ class Work:
         trainer = sealed.trainer
         return e.SlotSealed(
             arena.arena_id, effect.slot, trainer.version, trainer.rank, trainer.world_size,
-            trainer.local_world_size, snapshot_bytes(arena, effect.slot),
+            trainer.local_world_size, snapshot_bytes(trainer),
         )  # fmt: skip
 
     def _verify(self, arena: Arena, effect: e.VerifySlot) -> e.SlotVerified:
@@ -119,9 +119,8 @@ def _unsealed(arena: Arena, effect: e.SealSlot, version: Version) -> e.SlotSeale
     )
 
 
-def snapshot_bytes(arena: Arena, slot: int) -> int:
-    found = arena.trainer_header(slot)
-    return found[1].layout_bytes + found[1].values_bytes + found[1].payload_bytes if found else 0
+def snapshot_bytes(trainer: TrainerHeader) -> int:
+    return trainer.layout_bytes + trainer.values_bytes + trainer.payload_bytes
 
 
 def describe(arena: Arena) -> e.ArenaAdded:
@@ -135,7 +134,7 @@ def describe(arena: Arena) -> e.ArenaAdded:
         if trainer is None or not committed:
             slots.append(e.SlotFound(index, state, None, 0, 1, 1, 0))
             continue
-        size = snapshot_bytes(arena, index)
+        size = snapshot_bytes(trainer)
         where = (trainer.rank, trainer.world_size, trainer.local_world_size)
         age_s = max(0.0, time.time() - sealed.keeper.sealed_at) if sealed else 0.0
         slots.append(e.SlotFound(index, state, trainer.version, *where, size, age_s))

@@ -81,6 +81,12 @@ def _iterates(thing: Any) -> bool:
     return hasattr(type(thing), "__iter__") and hasattr(thing, "dataset")
 
 
+def is_untouched(loader: Any) -> bool:
+    """A StatefulDataLoader that was never iterated nor loaded: to ask it for its state would build its iterator,
+    which draws from the RNG, starts its workers, and makes a run with keepstep another one than without."""
+    return getattr(loader, "_iterator", loader) is None and getattr(loader, "next_iter_state", loader) is None
+
+
 def _holds_stateful(thing: Any, depth: int) -> bool:
     if depth > MAX_NESTING or isinstance(thing, torch.Tensor):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -13,7 +14,6 @@ from keepstep.arena.header import Progress
 from keepstep.arena.segment import Mapping
 from keepstep.arena.slots import Arena
 from keepstep.config import ArenaConfig
-from keepstep.errors import Error
 from keepstep.protocol import ArenaGiven, ArenaNeed, WantArena
 from keepstep.trainer import sizing
 from keepstep.trainer.link import Link
@@ -22,6 +22,7 @@ from keepstep.trainer.view import ArenaView
 log = logging.getLogger("keepstep")
 
 SLOW_S = 1.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.1, 10.0
 
 
 class Memory:
@@ -35,26 +36,15 @@ class Memory:
         self._step = -1
         self._times_grown = 0
         self._changing = threading.Lock()
+        self._closed = threading.Event()
 
     def get(self, need: ArenaNeed, *, show: bool) -> None:
         """Have an arena with room for `need`. Raises the one error that a user gets when it does not fit."""
-        wanted = WantArena(need, self._config.slots, self._config.memory_limit_bytes)
-        given, fds = self._link.request(wanted, ArenaGiven, timeout_s=self._link.config.keeper.restore_s)
-        identity = self._link.identity
-        arena = Arena.adopt(fds[0], run_id=identity.run_id, node_id=identity.node_id)
-        if self.view is not None and self.view.arena.arena_id == given.arena_id:
-            arena.close()
-            return
-        mapping = Mapping(arena.segment)
-        with _ProgressLine(arena.segment.size_bytes, enabled=show) as progress:
-            mapping.populate(self._config.prefault_threads, progress)
-        view = ArenaView(arena, mapping)
-        view.register_with_cuda()
-        with self._changing:
-            old, self.view = self.view, view
-        self.note_progress(self._step)
-        if old is not None:
-            old.close()
+        arena_id, fd = self._ask(need)
+        try:
+            self._move_into(arena_id, fd, show=show)
+        finally:
+            os.close(fd)
 
     def get_behind(self, need: ArenaNeed, *, before: Callable[[], object], after: Callable[[], object]) -> None:
         """The same in the background, between `before` and `after`."""
@@ -65,14 +55,56 @@ class Memory:
         def work() -> None:
             try:
                 before()
-                self.get(need, show=False)
+                arena_id, fd = self._ask(need)
+                try:
+                    self._move_in_the_end(arena_id, fd)
+                finally:
+                    os.close(fd)
                 after()
-            except Error as error:
+            except Exception as error:
                 log.error("there is no memory for snapshots: %s", error)
             finally:
                 self.busy = False
 
         threading.Thread(target=work, name="keepstep-memory", daemon=True).start()
+
+    def _ask(self, need: ArenaNeed) -> tuple[str, int]:
+        wanted = WantArena(need, self._config.slots, self._config.memory_limit_bytes)
+        given, fds = self._link.request(wanted, ArenaGiven, timeout_s=self._link.config.keeper.restore_s)
+        self._link.hold(given.arena_id, fds[0])
+        return given.arena_id, fds[0]
+
+    def _move_in_the_end(self, arena_id: str, fd: int) -> None:
+        """From now on the keeper grants in the new arena only: not to get into it would end the snapshots."""
+        pause_s = FIRST_RETRY_S
+        while not self._closed.is_set():
+            try:
+                self._move_into(arena_id, fd, show=False)
+                return
+            except Exception as error:
+                log.warning("the new arena cannot be used yet, trying again: %r", error)
+            self._closed.wait(pause_s)
+            pause_s = min(2 * pause_s, LAST_RETRY_S)
+
+    def _move_into(self, arena_id: str, fd: int, *, show: bool) -> None:
+        if self.view is not None and self.view.arena.arena_id == arena_id:
+            return
+        own, identity = os.dup(fd), self._link.identity
+        try:
+            arena = Arena.adopt(own, run_id=identity.run_id, node_id=identity.node_id)
+            mapping = Mapping(arena.segment)
+            with _ProgressLine(arena.segment.size_bytes, enabled=show) as progress:
+                mapping.populate(self._config.prefault_threads, progress)
+            view = ArenaView(arena, mapping)
+            view.register_with_cuda()
+        except BaseException:
+            os.close(own)
+            raise
+        with self._changing:
+            old, self.view = self.view, view
+        if old is not None:
+            old.close()
+        self.note_progress(self._step)
 
     def grow(self, need: ArenaNeed, *, before: Callable[[], object]) -> None:
         """A larger arena, made before the old one goes."""
@@ -85,9 +117,13 @@ class Memory:
         self._step = step
         with self._changing:
             if self.view is not None:
-                self.view.arena.write_progress(Progress(self._link.incarnation, step))
+                try:
+                    self.view.arena.write_progress(Progress(self._link.incarnation, step))
+                except OSError as error:
+                    log.warning("progress cannot be written: %s", error)
 
     def close(self) -> None:
+        self._closed.set()
         with self._changing:
             view, self.view = self.view, None
         if view is not None:

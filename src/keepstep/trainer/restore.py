@@ -209,6 +209,10 @@ class Writer:
 
     def _loader(self, item: s.Item, tree: Any) -> None:
         def load_and_prime() -> None:
+            if tree is None:  # it was not iterated yet: neither primed, nor left as somebody has begun it since
+                if not s.is_untouched(item.thing):
+                    self._give(item, {})
+                return
             self._load(item, tree)
             # Builds the iterator now, which draws from the RNG; the next `for` uses this one.
             item.thing.state_dict()

@@ -22,7 +22,18 @@ from torch.distributed.tensor import DTensor
 from keepstep import values as codec
 from keepstep.errors import CaptureError, IntegrityError
 from keepstep.trainer import skeleton
-from keepstep.trainer.items import GENERATOR, LOADER, MODULE, OPTIMIZER, PLAIN, STATEFUL, Item, Items, unwrap_optimizer
+from keepstep.trainer.items import (
+    GENERATOR,
+    LOADER,
+    MODULE,
+    OPTIMIZER,
+    PLAIN,
+    STATEFUL,
+    Item,
+    Items,
+    is_untouched,
+    unwrap_optimizer,
+)
 from keepstep.trainer.rng import generator_state, inline_tensor, loader_generators, rng_state
 from keepstep.values import TensorRef, TorchDevice, TorchDtype, TorchSize
 
@@ -87,6 +98,8 @@ class Reader:
 
     def _parts(self, item: Item, tensors: list[torch.Tensor]) -> dict[str, bytes]:
         first = len(tensors)
+        if item.kind == LOADER and is_untouched(item.thing):
+            return {WHOLE: _encode(None, item.path)}
         if item.kind == GENERATOR:
             return {WHOLE: _encode(generator_state(item.thing), item.path)}
         if item.kind == PLAIN:

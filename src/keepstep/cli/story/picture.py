@@ -1,0 +1,48 @@
+"""The losses of both runs, as a picture where matplotlib is installed, else as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from keepstep.cli.story.record import Run
+
+
+def draw_losses(calm: Run, struck: Run, *, out: Path, console: Console) -> Path:
+    """Both curves against the step, where they must be one, and against time, where the failures show."""
+    try:
+        import matplotlib
+    except ImportError:
+        console.print('[yellow]matplotlib is not installed: loss.csv instead (pip install "keepstep\\[plot]")[/]')
+        return write_losses(calm, struck, path=out / "loss.csv")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (by_step, by_time) = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    for run, label, style in (
+        (calm, "undisturbed", {"color": "#f2b134", "linewidth": 5, "alpha": 0.8}),
+        (struck, "with failures", {"color": "#1f3a5f", "linewidth": 1, "marker": ".", "markersize": 4}),
+    ):
+        losses, first = [step.loss for step in run.steps], run.steps[0].time
+        by_step.plot([step.step for step in run.steps], losses, label=label, **style)
+        by_time.plot([step.time - first for step in run.steps], losses, label=label, **style)
+    red = {"color": "#c0392b", "linewidth": 0.8, "linestyle": ":"}
+    for outcome in struck.outcomes:
+        moment, name = outcome.killed_at - struck.steps[0].time, f" {outcome.fault.name}"
+        by_step.axvline(outcome.last_step + 0.5, **red)
+        by_time.axvline(moment, **red)
+        by_time.annotate(name, (moment, 0.98), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=8)
+    by_step.set(xlabel="step", ylabel="loss")
+    by_time.set(xlabel="seconds since the first step")
+    by_step.legend()
+    figure.savefig(out / "loss.png", dpi=130)
+    pyplot.close(figure)
+    return out / "loss.png"
+
+
+def write_losses(calm: Run, struck: Run, *, path: Path) -> Path:
+    rows = [("undisturbed", step) for step in calm.steps] + [("struck", step) for step in struck.steps]
+    lines = [f"{name},{step.step},{step.loss!r},{step.loss_hex},{step.time!r}" for name, step in rows]
+    path.write_text("\n".join(["run,step,loss,loss_hex,time", *lines]) + "\n", encoding="utf-8")
+    return path

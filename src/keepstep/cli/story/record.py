@@ -1,0 +1,146 @@
+"""What is known about one run: what the training says, what was done to it, and what came of it.
+
+Pure: nothing here starts, kills or waits. The events are the JSON lines that rank 0 of `examples/gpt.py` logs, the
+results are the digests that every rank leaves at its end; `Run.observe` reads the first, `comparison` the second.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+# What the training says
+
+
+class Started(msgspec.Struct, frozen=True, tag_field="event", tag="started"):
+    incarnation: int
+    pids: list[int]
+    time: float
+
+
+class Restored(msgspec.Struct, frozen=True, tag_field="event", tag="restored"):
+    step: int
+    source: str
+    seconds: float
+    time: float
+
+
+class Step(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
+    step: int
+    loss: float
+    loss_hex: str
+    incarnation: int
+    time: float
+
+
+Event = Started | Restored | Step
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The final state of one rank, as digests."""
+
+    sha256: str
+    parts: dict[str, str]
+
+
+# What is done to it, and what came of it
+
+
+class Fault(msgspec.Struct, frozen=True):
+    name: str
+    after: float
+    """the part of the run that is done when it strikes"""
+    target: Literal["first", "last", "all", "keeper"]
+
+
+FAULTS = (
+    Fault("a trainer", after=1 / 4, target="last"),
+    Fault("all trainers", after=1 / 2, target="all"),
+    Fault("the keeper", after=3 / 4, target="keeper"),
+    Fault("another trainer", after=9 / 10, target="first"),
+)
+
+
+class Outcome(msgspec.Struct):
+    """One failure: written when it strikes, completed by the first step after it."""
+
+    fault: Fault
+    killed_at: float
+    last_step: int
+    restored: Restored | None = None
+    resumed_at: float | None = None
+    restarts: int = 0
+
+    @property
+    def expects_restart(self) -> bool:
+        return self.fault.target != "keeper"
+
+    @property
+    def steps_lost(self) -> int:
+        """Finished steps that had to be done again."""
+        if not self.restarts:
+            return 0
+        return max(0, self.last_step - (self.restored.step if self.restored else -1))
+
+
+@dataclass
+class Run:
+    """Everything known about one run: grows by `observe`, and decides nothing else."""
+
+    steps: list[Step] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+    started: float = field(default_factory=time.time)
+    duration_s: float = 0.0
+    unprovoked: int = 0
+    """restarts while all was well: no failure of ours explains them"""
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._observe_start(event)
+            case Restored() if not self.settled:
+                self.outcomes[-1].restored = event
+            case Step():
+                self._observe_step(event)
+
+    def _observe_start(self, event: Started) -> None:
+        if self.pids and self.settled:
+            self.unprovoked += 1
+        elif self.pids:
+            self.outcomes[-1].restarts += 1
+        self.pids = event.pids
+
+    def _observe_step(self, event: Step) -> None:
+        self.steps.append(event)
+        if self.settled:
+            return
+        outcome = self.outcomes[-1]
+        if outcome.expects_restart and not outcome.restarts:
+            outcome.last_step = event.step  # finished before the signal landed
+        elif event.time > outcome.killed_at:
+            outcome.resumed_at = event.time
+
+    @property
+    def settled(self) -> bool:
+        """Training goes on after everything that was done to it so far."""
+        return not self.outcomes or self.outcomes[-1].resumed_at is not None
+
+    def median_step_s(self) -> float:
+        pauses = [after.time - before.time for before, after in zip(self.steps, self.steps[1:], strict=False)]
+        return statistics.median(pauses) if pauses else 0.0
+
+
+def find_due(run: Run, event: Event, *, faults: Sequence[Fault], steps: int) -> Fault | None:
+    """The fault that strikes after this event: the next in order, once its step is done and the one before is over."""
+    num_done = len(run.outcomes)
+    if num_done == len(faults) or not run.settled or not isinstance(event, Step):
+        return None
+    return faults[num_done] if event.step + 1 >= faults[num_done].after * steps else None

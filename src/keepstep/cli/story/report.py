@@ -1,0 +1,115 @@
+"""What the user sees: lines while training runs, a table and the verdict at the end, and `summary.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from keepstep.cli.story.comparison import Judgement
+from keepstep.cli.story.picture import draw_losses
+from keepstep.cli.story.record import Event, Outcome, Restored, Run, Started, Step
+
+
+def narrate(event: Event, *, steps: int, console: Console) -> None:
+    match event:
+        case Started():
+            line = f"  [dim]trainers {', '.join(map(str, event.pids))}, incarnation {event.incarnation}[/]"
+        case Restored():
+            line = f"  [bold green]restored[/] step {event.step} from {event.source} in {event.seconds:.2f} s"
+        case Step():
+            bar = "━" * round(event.loss * 10)
+            line = f"  step {event.step:3d} of {steps - 1}  loss {event.loss:.4f}  [cyan]{bar}[/]"
+    console.print(line, highlight=False)
+
+
+def report(calm: Run, struck: Run, judgement: Judgement, *, out: Path, console: Console) -> None:
+    console.print(make_table(struck))
+    picture = draw_losses(calm, struck, out=out, console=console)
+    took = f"undisturbed {calm.duration_s:.0f} s, struck {struck.duration_s:.0f} s"
+    console.print(f"{took}; loss curves: {escape(str(picture))}", highlight=False, soft_wrap=True)
+    leftovers = [f"left behind, and ended by the demo: {process}" for process in judgement.leftovers]
+    for line in [*judgement.differences, *leftovers]:
+        console.print(f"[bold red]{escape(line)}[/]", highlight=False, soft_wrap=True)
+    if judgement.exit_code == 0:
+        console.print(f"[bold green]{judgement.verdict}[/]", soft_wrap=True)
+
+
+def make_table(struck: Run) -> Table:
+    table = Table(title="SIGKILL of", title_justify="left")
+    table.add_column("failure")
+    for name in ("after step", "restored step", "source", "seconds", "steps lost"):
+        table.add_column(name, justify="right")
+    for outcome in struck.outcomes:
+        row = make_row(outcome)
+        seconds = "never" if row.seconds_to_next_step is None else f"{row.seconds_to_next_step:.1f}"
+        missing = "nothing" if outcome.restarts else "not needed"
+        restored = missing if row.restored_step is None else str(row.restored_step)
+        table.add_row(row.failure, str(row.after_step), restored, row.source or "-", seconds, str(row.steps_lost))
+    table.caption = "seconds: from the kill to the end of the first step after it"
+    return table
+
+
+class OutcomeRow(msgspec.Struct, frozen=True):
+    """One failure in `summary.json` and in the table."""
+
+    failure: str
+    after_step: int
+    restored_step: int | None
+    source: str | None
+    restore_seconds: float | None
+    seconds_to_next_step: float | None
+    restarts: int
+    steps_lost: int
+
+
+def make_row(outcome: Outcome) -> OutcomeRow:
+    restored = outcome.restored
+    return OutcomeRow(
+        failure=outcome.fault.name,
+        after_step=outcome.last_step,
+        restored_step=restored.step if restored else None,
+        source=restored.source if restored else None,
+        restore_seconds=restored.seconds if restored else None,
+        seconds_to_next_step=outcome.resumed_at - outcome.killed_at if outcome.resumed_at else None,
+        restarts=outcome.restarts,
+        steps_lost=outcome.steps_lost,
+    )
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """`summary.json`: written whether or not the runs came to their end."""
+
+    steps: int
+    nproc: int
+    seed: int
+    error: str = "interrupted"
+    """why there is no judgement, where there is none"""
+    judgement: Judgement | None = None
+    calm: Run | None = None
+    struck: Run | None = None
+
+    def write(self, path: Path) -> None:
+        runs = {"undisturbed": self.calm, "struck": self.struck}
+        judged = self.judgement
+        content = {
+            "schema": 1,
+            "verdict": judged.verdict if judged else self.error,
+            "identical": judged is not None and not judged.differences,
+            "differences": judged.differences if judged else [],
+            "steps": self.steps,
+            "nproc": self.nproc,
+            "seed": self.seed,
+            "failures": [make_row(outcome) for outcome in self.struck.outcomes] if self.struck else [],
+            "runs": {
+                name: {"seconds": run.duration_s, "results": run.results, "leftovers": run.leftovers}
+                for name, run in runs.items()
+                if run is not None
+            },
+        }
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
