@@ -37,7 +37,7 @@ def main() -> None:
             print(f"step {step:3d}  loss {loss.item():.6f}", flush=True)
             time.sleep(0.1)  # time for you to kill it
 
-    print(f"the sum of all weights is {model.weight.sum().item().hex()}")
+    print(f"the sum of all weights is {float(model.weight.sum()).hex()}")
 
 
 if __name__ == "__main__":

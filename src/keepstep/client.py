@@ -12,6 +12,7 @@ import itertools
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -162,8 +163,16 @@ class KeeperClient:
 def _connect(identity: Identity, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.settimeout(timeout_s)
+    deadline = time.monotonic() + timeout_s
     try:
-        sock.connect(str(identity.control_socket))
+        while True:
+            try:
+                sock.connect(str(identity.control_socket))
+                break
+            except BlockingIOError:  # it is there, and others stand in line: a unix socket does not wait by itself
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.01)
     except OSError as error:
         sock.close()
         raise KeeperError(

@@ -221,19 +221,21 @@ def run_trial(trial: Trial, server: Server, places: list[Place]) -> None:
 
 TRIALS = {
     "loop AdamW, cosine": Trial("simple:kind=loop,schedule=cosine", "0:step 3:backward 5:take 8:step"),
-    "foreach AdamW, one cycle": Trial("simple:kind=foreach,schedule=onecycle", "1:backward 4:step 5:restore 7:take"),
+    "foreach AdamW, one cycle": Trial("simple:kind=foreach,schedule=onecycle", "1:backward 4:step 4:restore 7:take"),
     "fused AdamW, multi step": Trial("simple:kind=fused,schedule=multistep", "2:step 6:take 7:backward"),
     "SGD with momentum, lambda": Trial("simple:kind=sgd,schedule=lambda", "1:take 5:step 8:backward"),
     "closure, fused": Trial("simple:kind=fused,schedule=cosine,closure=1", "3:backward 5:step 8:take"),
     "closure, loop": Trial("simple:kind=loop,schedule=step,closure=1", "2:step 6:backward"),
     "LBFGS": Trial("simple:kind=lbfgs,schedule=step,closure=1", "3:step 6:backward 8:take", skips=True),
-    "copied while training, fused": Trial("simple:kind=fused,schedule=cosine,rush=1", "4:take 7:step 9:backward", rush=True),
+    "copied while training, fused": Trial(
+        "simple:kind=fused,schedule=cosine,rush=1", "4:take 7:step 9:backward", rush=True
+    ),
     "copied while training, closure": Trial(
         "simple:kind=sgd,schedule=onecycle,rush=1,closure=1", "3:take 6:step 8:backward", rush=True
     ),
     "every optimizer and scheduler": Trial("zoo", "3:step 6:backward 8:take"),
     "two optimizers, one idle": Trial("adversaries", "3:step 5:take 6:backward"),
-    "optimizers inside backward": Trial("in_backward", "3:backward 4:restore 7:step"),
+    "optimizers inside backward": Trial("in_backward", "3:backward 3:restore 7:step"),
     "bf16 with fp32 masters": Trial("masters", "3:step 5:take 7:backward"),
     "scaler with skipped steps": Trial("scaled:kind=loop", "3:take 4:take 5:backward 8:step"),
     "scaler with skipped steps, fused": Trial("scaled:kind=fused", "3:take 4:take 5:backward 8:step"),

@@ -51,8 +51,14 @@ def run() -> Iterator[LocalRun]:
 def raw(run: LocalRun) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(10)
-    sock.connect(str(run.identity.control_socket))
-    return sock
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            sock.connect(str(run.identity.control_socket))
+            return sock
+        except BlockingIOError:  # the line is full
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
 
 def hello(run: LocalRun, **changes: Any) -> p.Hello:

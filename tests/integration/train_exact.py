@@ -6,7 +6,8 @@
 Files in --out, per rank: `losses` (a line per executed step), `lives` (what each life restored), `takes` (snapshots
 that were skipped), `final.json` (the whole state, bit for bit, and draws from every random generator).
 A kill is `[rank@]step:moment`, done once per run however many lives it has. Moments: `backward` (between two
-layers' gradients), `restore` (before the first step of a life), `step` (some tensors of the optimizer are written, others not), `take` (right after it returned).
+layers' gradients), `step` (some tensors of the optimizer are written, others not), `take` (right after it returned),
+`restore` (a life that would have begun with this step).
 """
 
 from __future__ import annotations

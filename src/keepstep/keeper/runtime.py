@@ -13,6 +13,7 @@ import queue
 import secrets
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -29,7 +30,7 @@ from keepstep.keeper import events as e
 from keepstep.keeper import report, work
 from keepstep.keeper.control import Connection
 from keepstep.keeper.core import SEALED, Core, Limits
-from keepstep.keeper.lease import Post
+from keepstep.keeper.lease import BACKLOG, Post
 from keepstep.protocol import (
     PROTOCOL,
     Adopted,
@@ -183,13 +184,17 @@ class Keeper:
     # Connections
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self.post.control.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._make_room(error)
-            return
+        for _ in range(BACKLOG):
+            try:
+                sock, _ = self.post.control.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._make_room(error)
+                return
+            self._take_in(sock)
+
+    def _take_in(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError):  # gone already
             connection = Connection(self._next_connection, sock)
             self._next_connection += 1
