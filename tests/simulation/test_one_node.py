@@ -20,7 +20,8 @@ import pytest
 
 from keepstep.arena.header import Grant, Ledger
 from keepstep.keeper import events as e
-from keepstep.keeper.core import Core, Limits
+from keepstep.keeper.core import Core
+from keepstep.keeper.node import Limits
 from keepstep.protocol import ArenaNeed, Complete, Refused, Register, Registered, RestoreFrom, Voided
 from keepstep.types import Incarnation, Version
 
@@ -272,7 +273,9 @@ class World:
 
     def damage(self) -> None:
         """Flip a bit in one retained slot; only while an older one may be gone is that allowed to cost anything."""
-        sealed = [s for a in self.arenas.values() for s in a.slots if s.sealed and s.sealed == s.content and not s.writing]
+        sealed = [
+            s for a in self.arenas.values() for s in a.slots if s.sealed and s.sealed == s.content and not s.writing
+        ]
         if sealed:
             self.random.choice(sealed).damaged = True
             self.damage_done = True

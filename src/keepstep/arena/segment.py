@@ -39,16 +39,12 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
-
-
 class Segment:
-    """A sealed memfd by its descriptor, which the segment owns. Forked children do not keep it."""
+    """A sealed memfd by its descriptor, which the segment owns."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.fd = fd
         self.size_bytes = size_bytes
-        _segments.add(self)
 
     @classmethod
     def create(cls, size_bytes: int) -> Segment:
@@ -138,8 +134,11 @@ def _refuse_bad_memory(error: OSError, offset: int) -> None:
         raise IntegrityError(f"the memory of the arena is bad at {offset}: {error.strerror}") from error
 
 
+_mapped: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
 class Mapping:
-    """A writable map of a whole segment in a trainer. Forked children do not inherit it.
+    """A writable map of a whole segment in a trainer. Forked children keep neither it nor the descriptor.
 
     Not an `mmap.mmap`: that one keeps a duplicate of the descriptor which nobody can close in a forked
     child, so a data-loader worker that outlives its trainer would hold the memory.
@@ -147,6 +146,7 @@ class Mapping:
 
     def __init__(self, segment: Segment) -> None:
         faults.point("segment.map")
+        _mapped.add(segment)
         size = segment.size_bytes
         address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, segment.fd, 0)
         if address == _MAP_FAILED:
@@ -186,7 +186,7 @@ class Mapping:
 
 
 def _close_in_forked_child() -> None:
-    for segment in list(_segments):
+    for segment in list(_mapped):
         with contextlib.suppress(OSError):
             segment.close()
 

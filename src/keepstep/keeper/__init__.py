@@ -1,7 +1,12 @@
 """The keeper: one process per node and job that outlives the trainers.
 
-    core         what it knows and decides: members, fencing, restoring, lease   (pure)
-    coordinator  grants, completion, retention                                    (pure)
+    core         takes events in, gives effects out; the lease                     (pure)
+    node         what it knows                                                    (pure)
+    members      trainers, launchers, incarnations, the fence                      (pure)
+    arenas       the memory of the ranks, given, adopted, refused                  (pure)
+    snapshots    committed, sealed, complete; free slots                          (pure)
+    coordinator  which step is granted next, and what is retained                 (pure)
+    restoring    what comes back, decided once for all ranks                      (pure)
     events       what reaches the core and what it wants done                     (pure)
     runtime      the loop: sockets, pidfds, timers; carries the effects out
     control      one connection on the control socket

@@ -160,4 +160,3 @@ class Coordinator:
         """A rank died or left: it resolves everything it had not written."""
         self.members.discard(index)
         self.withdraw(index, "its trainer ended")
-

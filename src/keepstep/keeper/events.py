@@ -46,6 +46,8 @@ class LauncherSeen:
     """A launcher has connected, and has given back all it held."""
 
     pid: int
+    alive: bool = True
+    """False where its process cannot be watched (another pid namespace): it counts as heard, not as living"""
 
 
 @dataclass(frozen=True)
@@ -226,4 +228,3 @@ Event = (
     TrainerRegisters | LauncherSeen | ProcessDied | ArenaWanted | ArenaAdded | ArenaRefused | SnapshotCommitted
     | GrantVoid | SlotSealed | SlotVerified | RestoreWanted | RankLoaded | TrainerLeaves | Tick
 )  # fmt: skip
-

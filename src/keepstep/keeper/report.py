@@ -18,7 +18,8 @@ import msgspec
 
 from keepstep._version import VERSION
 from keepstep.identity import Identity
-from keepstep.keeper.core import FENCING, SEALED, SERVING, ArenaState, Core, Member, Slot
+from keepstep.keeper.core import Core
+from keepstep.keeper.node import FENCING, SEALED, SERVING, ArenaState, Member, Slot
 from keepstep.types import KeeperStatus, RankStatus, SlotStatus, Status, Survives, Version
 
 REQUEST_S = 10.0
@@ -204,4 +205,3 @@ class _Request(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not worth a line each."""
-

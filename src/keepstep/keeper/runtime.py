@@ -29,9 +29,11 @@ from keepstep.identity import Identity
 from keepstep.keeper import events as e
 from keepstep.keeper import report, work
 from keepstep.keeper.control import Connection
-from keepstep.keeper.core import SEALED, Core, Limits
+from keepstep.keeper.core import Core
 from keepstep.keeper.lease import BACKLOG, Post
+from keepstep.keeper.node import SEALED, Limits
 from keepstep.protocol import (
+    MAX_FDS,
     PROTOCOL,
     Adopted,
     ArenaGiven,
@@ -308,17 +310,14 @@ class Keeper:
 
     def _launcher(self, connection: Connection, hello: LauncherHello, fds: list[int]) -> None:
         pid = connection.pid or hello.pid
-        if self._follow(pid):
-            self._handle(e.LauncherSeen(pid))
+        self._handle(e.LauncherSeen(pid, alive=self._follow(pid)))
         self._send(connection, Done(ticket=hello.ticket))
 
     def _arena_wanted(self, connection: Connection, wanted: WantArena, fds: list[int]) -> None:
         need = wanted.need
         if min(need.layout_bytes, need.values_bytes, need.payload_bytes) < 0 or not 2 <= wanted.slots <= 4:
             raise FrameError("an arena of that shape makes no sense")
-        self._handle(
-            e.ArenaWanted(connection.number, wanted.ticket, need, wanted.slots, wanted.memory_limit_bytes)
-        )
+        self._handle(e.ArenaWanted(connection.number, wanted.ticket, need, wanted.slots, wanted.memory_limit_bytes))
 
     def _given_back(self, connection: Connection, given: GiveBack, fds: list[int]) -> None:
         adopted, refused = [], {}
@@ -495,10 +494,11 @@ class Keeper:
                 continue
             new = [arena_id for arena_id in self.arenas if arena_id not in connection.offered]
             gone = [arena_id for arena_id in connection.offered if arena_id not in self.arenas]
-            if new or gone:
-                connection.offered = set(self.arenas)
-                connection.held -= set(gone)
-                self._send(connection, Hold(new, gone), [self.arenas[i].segment.fd for i in new])
+            connection.held -= set(gone)
+            connection.offered = set(self.arenas)
+            for start in range(0, max(len(new), bool(gone)), MAX_FDS):
+                batch = new[start : start + MAX_FDS]
+                self._send(connection, Hold(batch, gone), [self.arenas[i].segment.fd for i in batch])
 
     def _held(self, connection: Connection, held: Held, fds: list[int]) -> None:
         connection.held.update(i for i in held.arena_ids if i in self.arenas)
@@ -509,9 +509,7 @@ class Keeper:
         self._read_progress()
         others = (c for c in self.connections.values() if c.role in ("trainer", "launcher"))
         holders = sum(set(self.arenas) <= connection.held for connection in others)
-        return report.status_of(
-            self.core, self.identity, instance=self.instance, started=self.started, holders=holders
-        )
+        return report.status_of(self.core, self.identity, instance=self.instance, started=self.started, holders=holders)
 
     def _status_from_outside(self) -> Status:
         future: Future[Status] = Future()

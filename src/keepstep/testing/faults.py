@@ -40,9 +40,7 @@ def out_of_memory(name: str) -> BaseException:
 
 
 @contextlib.contextmanager
-def fail_nth(
-    nth: int, *, only: str = "", make: Callable[[str], BaseException] = out_of_memory
-) -> Iterator[Fault]:
+def fail_nth(nth: int, *, only: str = "", make: Callable[[str], BaseException] = out_of_memory) -> Iterator[Fault]:
     """The Nth effect whose name begins with `only` raises; all others pass."""
     fault = Fault(nth, make, only)
     faults.install(fault)

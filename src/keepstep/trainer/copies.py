@@ -1,7 +1,7 @@
 """What one snapshot copies, and in which order: worked out once per layout, used at every `take`.
 
-    eager   inside `take`: small tensors together, and everything whose writer is not fenced
-    lazy    behind it, by the copy thread, in pieces; the optimizer that owns it waits at the gate
+eager   inside `take`: small tensors together, and everything whose writer is not fenced
+lazy    behind it, by the copy thread, in pieces; the optimizer that owns it waits at the gate
 """
 
 from __future__ import annotations

@@ -108,9 +108,7 @@ class Snapshotter:
         self._begin(restored.step if restored else None)
         return restored
 
-    def _load(
-        self, answer: RestoreFrom, fd: int, rehearsal: Callable[[], object] | None, started: float
-    ) -> Restored:
+    def _load(self, answer: RestoreFrom, fd: int, rehearsal: Callable[[], object] | None, started: float) -> Restored:
         assert answer.version is not None
         if rehearsal is not None:
             self._rehearse(rehearsal)
@@ -358,4 +356,3 @@ def _read_snapshot(view: ArenaView, answer: RestoreFrom) -> Saved:
     layout = layouts.decode(encoded, payload_bytes=sealed.trainer.payload_bytes)
     tree = states.decode(view.arena.segment.read(values_span.offset, values_span.size_bytes))
     return Saved(tree, layout, view.payload(answer.slot))
-

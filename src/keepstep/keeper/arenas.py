@@ -1,0 +1,87 @@
+"""Arenas that are asked for, made, adopted after the keeper's own death, and refused. Pure."""
+
+from __future__ import annotations
+
+from keepstep.errors import KeeperError
+from keepstep.keeper import events as e
+from keepstep.keeper import snapshots
+from keepstep.keeper.node import COMMITTED, MAX_DAMAGED, ArenaState, Member, Node, Slot
+from keepstep.protocol import ArenaGiven, ArenaNeed
+
+
+def arena_wanted(node: Node, event: e.ArenaWanted) -> None:
+    member = node.member_of(event.conn)
+    if member is None:
+        node.refuse(event.conn, event.ticket, KeeperError("register first"))
+        return
+    arena = node.arena_of(member.index)
+    if arena is not None and len(arena.slots) == event.slots and _fits(event.need, arena.capacity):
+        _move_to(node, member, arena.arena_id)
+        given = ArenaGiven(arena.arena_id, arena.size_bytes, False, event.ticket)
+        node.do(e.Send(event.conn, given, arena.arena_id))
+        snapshots.advance(node)
+        return
+    generation = 1 + max((a.generation for a in node.arenas.values() if a.local_index == member.index), default=0)
+    node.do(e.CreateArena(event, member.index, generation))
+
+
+def arena_added(node: Node, event: e.ArenaAdded) -> None:
+    slots = [
+        Slot(s.index, s.state, s.version, s.rank, s.world_size, s.local_world_size, s.size_bytes, node.now - s.age_s)
+        for s in event.slots
+    ]
+    node.arenas[event.arena_id] = ArenaState(
+        event.arena_id, event.local_index, event.generation, event.size_bytes, event.capacity, slots
+    )
+    member = node.members.get(event.local_index)
+    if member is not None and event.ledger is None:
+        _move_to(node, member, event.arena_id)
+        node.write_ledger()
+    _adopt_ledger(node, event)
+    if event.grant is not None:
+        known = node.last_grant.get(event.local_index)
+        if known is None or (known.incarnation, known.serial) < (event.grant.incarnation, event.grant.serial):
+            node.last_grant[event.local_index] = event.grant
+    for slot in slots:
+        if slot.state == COMMITTED and slot.version is not None:
+            node.do(e.SealSlot(event.arena_id, slot.index, slot.version, node.remembered))
+    snapshots.advance(node)
+
+
+def arena_refused(node: Node, event: e.ArenaRefused) -> None:
+    text = f"arena {event.arena_id} was refused: {event.problem}"
+    if text not in node.damaged and len(node.damaged) < MAX_DAMAGED:
+        node.damaged.append(text)
+    node.problem(text)
+
+
+def _move_to(node: Node, member: Member, arena_id: str) -> None:
+    """The rank writes another arena from now on: a grant that lies in the old one will not be seen any more."""
+    if member.arena_id not in ("", arena_id):
+        node.coordinator.withdraw(member.index, "its arena was replaced by a larger one")
+    member.arena_id = arena_id
+
+
+def _adopt_ledger(node: Node, event: e.ArenaAdded) -> None:
+    """Take over what the keeper before knew. Numbers only grow: any record may be the newest that is left."""
+    ledger = event.ledger
+    newer = ledger is not None and ledger.serial > node.ledger_serial
+    if ledger is not None:
+        node.ledger_serial = max(node.ledger_serial, ledger.serial)
+        if ledger.complete is not None:
+            node.remembered = max(node.remembered or ledger.complete, ledger.complete)
+    if node.members:
+        return  # what is given back late changes nothing for a life that has begun
+    seen = [slot.version.incarnation for slot in event.slots if slot.version is not None]
+    seen += [record.incarnation for record in (ledger, event.grant) if record is not None]
+    node.incarnation = max([node.incarnation, *seen])
+    if newer and ledger is not None:
+        node.coordinator.complete, node.coordinator.base = ledger.complete, ledger.base
+
+
+def _fits(need: ArenaNeed, capacity: ArenaNeed) -> bool:
+    return (
+        need.layout_bytes <= capacity.layout_bytes
+        and need.values_bytes <= capacity.values_bytes
+        and need.payload_bytes <= capacity.payload_bytes
+    )

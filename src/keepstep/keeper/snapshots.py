@@ -1,0 +1,224 @@
+"""Snapshots on their way: committed, sealed, complete; what may be granted next, and which slots are free. Pure."""
+
+from __future__ import annotations
+
+from keepstep.arena.header import Grant
+from keepstep.keeper import events as e
+from keepstep.keeper.coordinator import OpenGrant
+from keepstep.keeper.node import COMMITTED, CORRUPT, FREE, GRANTED, SEALED, SERVING, Member, Node, Slot
+from keepstep.protocol import Complete, Done, Voided
+from keepstep.types import Incarnation, Version
+
+
+def committed(node: Node, event: e.SnapshotCommitted) -> None:
+    member = node.member_of(event.conn)
+    arena = node.arenas.get(event.arena_id)
+    if member is None or arena is None or not 0 <= event.slot < len(arena.slots):
+        return
+    if arena.local_index != member.index or event.version.incarnation != node.incarnation:
+        node.problem(f"rank {member.register.rank} committed {event.version}, which is not its own to commit")
+        return
+    slot = arena.slots[event.slot]
+    if _too_early(node, member, event):
+        return
+    if slot.state == SEALED and slot.version == event.version:  # said again after the keeper came back
+        if node.coordinator.complete is not None and node.coordinator.complete >= event.version:
+            node.do(e.Send(event.conn, Complete(event.version)))
+        return
+    if slot.state == COMMITTED and slot.version == event.version:
+        node.coordinator.commit(member.index, event.slot, event.version)
+    elif slot.state == GRANTED and node.coordinator.commit(member.index, event.slot, event.version):
+        slot.state, slot.version = COMMITTED, event.version
+        node.do(e.SealSlot(event.arena_id, event.slot, event.version, None))
+    elif member.alive and slot.state == FREE:
+        node.problem(f"rank {member.register.rank} committed slot {event.slot} that it was not granted")
+    advance(node)
+
+
+def void(node: Node, event: e.GrantVoid) -> None:
+    member = node.member_of(event.conn)
+    if member is None:
+        return
+    if _too_early(node, member, event):
+        return
+    grant = node.coordinator.refuse(member.index, event.version.step, event.reason)
+    if grant is not None:
+        node.count("voids")
+        node.log("warning", "grant void", rank=member.register.rank, step=event.version.step, reason=event.reason)
+    advance(node)
+
+
+def sealed(node: Node, event: e.SlotSealed) -> bool:
+    """The work on a committed slot has ended. False when the slot is not waiting for it any more."""
+    arena = node.arenas.get(event.arena_id)
+    if arena is None or arena.slots[event.slot].state != COMMITTED:
+        return False
+    slot = arena.slots[event.slot]
+    if slot.version not in (None, event.version):
+        return False  # of a version that is not there any more
+    if event.problem:
+        slot.state, slot.version = FREE, None
+        node.coordinator.fail_seal(arena.local_index, event.slot, event.problem)
+    else:
+        slot.state, slot.version, slot.sealed_at = SEALED, event.version, node.now
+        slot.rank, slot.world_size = event.rank, event.world_size
+        slot.local_world_size, slot.size_bytes = event.local_world_size, event.size_bytes
+        grant = node.coordinator.find(arena.local_index, event.slot)
+        if grant is not None and grant.committed.get(arena.local_index) == event.version:
+            grant.sealed.add(arena.local_index)
+        node.count("sealed_bytes", event.size_bytes)
+    return True
+
+
+def _too_early(node: Node, member: Member, event: e.SnapshotCommitted | e.GrantVoid) -> bool:
+    """A rank that came back first may speak of a grant that is taken up only when all are back: keep its word."""
+    own = node.last_grant.get(member.index)
+    if own is None or own.incarnation != node.incarnation or own.serial <= node.coordinator.serial:
+        return False
+    node.early[member.index] = event
+    return True
+
+
+def advance(node: Node) -> None:
+    """Settle what is over, then grant what may be granted, then tell; in this order, so that a trainer
+    that hears of a complete version finds its next grant in place."""
+    ready = node.state == SERVING and node.opening is None and node.all_loaded()
+    if ready:
+        _resume(node)
+    over = node.coordinator.settle()
+    for grant, version in over:
+        for index, slot_index in grant.slots.items():
+            _free(node, index, slot_index, keep=version)
+    if over:
+        if any(version is not None for _, version in over):
+            assert node.coordinator.complete is not None
+            node.remembered = max(node.remembered or node.coordinator.complete, node.coordinator.complete)
+            node.damaged.clear()  # nothing will fall back behind this version any more
+        node.write_ledger()
+        drop_old_arenas(node)
+    if ready:
+        node.coordinator.members = set(node.members)
+        _grant(node)
+        for request in node.loaded_requests:
+            node.do(e.Send(request.conn, Done(ticket=request.ticket)))
+        node.loaded_requests = []
+    for grant, version in over:
+        _tell(node, grant, version)
+
+
+def _resume(node: Node) -> None:
+    """After the keeper's own death, once all ranks are back: take up the grant that stands in the arenas."""
+    standing = {i: grant for i, grant in node.last_grant.items() if grant.incarnation == node.incarnation}
+    latest = max(standing.values(), key=lambda grant: grant.serial, default=None)
+    if latest is not None and latest.serial > node.coordinator.serial:
+        node.coordinator.serial = latest.serial
+        if node.coordinator.complete is not None and node.coordinator.complete.incarnation == node.incarnation:
+            node.coordinator.base = None
+        _take_up(node, {i: grant for i, grant in standing.items() if grant.serial == latest.serial}, latest)
+        node.write_ledger()
+    words, node.early = node.early, {}
+    for word in words.values():
+        if isinstance(word, e.SnapshotCommitted):
+            committed(node, word)
+        else:
+            void(node, word)
+
+
+def _take_up(node: Node, standing: dict[int, Grant], latest: Grant) -> None:
+    """Whoever saw the grant may be writing under it: no slot in it is given out again before it is resolved."""
+    grant = OpenGrant(latest.serial, latest.step, {})
+    for index, member in node.members.items():
+        own = standing.get(index)
+        arena = node.arenas.get(member.arena_id)
+        if own is None or arena is None or not 0 <= own.slot < len(arena.slots):
+            grant.void = (index, "the keeper died before it had granted this to all ranks")
+            continue
+        grant.slots[index] = own.slot
+        slot = arena.slots[own.slot]
+        current = slot.version is not None and slot.version.incarnation == node.incarnation
+        fresh = current and slot.version is not None and slot.version.step >= latest.step
+        if fresh and slot.state in (COMMITTED, SEALED):
+            assert slot.version is not None
+            grant.committed[index] = slot.version
+            if slot.state == SEALED:
+                grant.sealed.add(index)
+        else:
+            slot.state, slot.version = GRANTED, None
+    if grant.slots:
+        node.coordinator.open.append(grant)
+
+
+def _free(node: Node, index: int, slot_index: int, *, keep: Version | None) -> None:
+    for arena in node.arenas.values():
+        if arena.local_index != index or slot_index >= len(arena.slots):
+            continue
+        slot = arena.slots[slot_index]
+        member = node.members.get(index)
+        if slot.state == GRANTED and not (member and member.alive):
+            continue  # its writer may not have begun: the next incarnation looks at what the slot still holds
+        unwanted = keep is None and slot.state == SEALED and slot.version not in node.coordinator.retain
+        if slot.state == GRANTED or unwanted:
+            slot.state, slot.version = FREE, None
+
+
+def _tell(node: Node, grant: OpenGrant, version: Version | None) -> None:
+    for index in grant.slots:
+        member = node.members.get(index)
+        if member is None or not member.alive:
+            continue
+        if version is not None:
+            node.do(e.Send(member.conn, Complete(version)))
+        elif index in grant.committed:
+            assert grant.void is not None
+            by, reason = grant.void
+            rank = node.members[by].register.rank if by in node.members else -1
+            node.do(e.Send(member.conn, Voided(grant.committed[index], rank, reason)))
+    node.count("complete_versions" if version is not None else "void_versions")
+
+
+def _grant(node: Node) -> None:
+    if node.coordinator.why_no_grant():
+        return
+    slots: dict[int, int] = {}
+    for index, member in node.members.items():
+        slot = _free_slot(node, member)
+        if slot is None:
+            return
+        slots[index] = slot.index
+    progress = max((node.progress.get(index, -1) for index in node.members), default=-1)
+    opened = node.coordinator.grant(progress, slots)
+    for index, slot_index in slots.items():
+        member = node.members[index]
+        slot = node.arenas[member.arena_id].slots[slot_index]
+        slot.state, slot.version = GRANTED, None
+        grant = Grant(node.incarnation, opened.step, opened.serial, slot_index)
+        node.last_grant[index] = grant
+        node.do(e.WriteGrant(member.arena_id, grant))
+
+
+def _free_slot(node: Node, member: Member) -> Slot | None:
+    arena = node.arenas.get(member.arena_id)
+    if arena is None or arena.evidence:
+        return None
+    kept = node.coordinator.retain
+    named = {grant.slots.get(member.index) for grant in node.coordinator.open}
+    order = {FREE: 0, CORRUPT: 1, SEALED: 2}
+    usable = [
+        slot
+        for slot in arena.slots
+        if slot.state in order and slot.index not in named and not (slot.state == SEALED and slot.version in kept)
+    ]
+    oldest = Version(Incarnation(0, 0), -1)
+    return min(usable, key=lambda slot: (order[slot.state], slot.version or oldest), default=None)
+
+
+def drop_old_arenas(node: Node) -> None:
+    """An arena that was replaced goes when none of its versions is needed any more."""
+    retain = node.coordinator.retain
+    for arena in list(node.arenas.values()):
+        current = node.arena_of(arena.local_index)
+        replaced = arena.evidence or (current is not None and current.arena_id != arena.arena_id)
+        busy = any(s.version in retain or s.state in (GRANTED, COMMITTED) for s in arena.slots)
+        if replaced and not busy:
+            del node.arenas[arena.arena_id]
+            node.do(e.DropArena(arena.arena_id, "replaced by a larger one"))

@@ -1,0 +1,420 @@
+"""The keeper's core after its own death, and words that come late, early or twice. Each once stopped or cost snapshots.
+
+Two slots per rank. `Node` carries the core's effects out on paper: arenas have grant, ledger and slots
+as they would be read back, so that a new core can adopt them at any moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from keepstep.arena.header import Grant, Ledger
+from keepstep.errors import Error
+from keepstep.keeper import events as e
+from keepstep.keeper.core import Core
+from keepstep.keeper.node import Limits
+from keepstep.protocol import ArenaGiven, ArenaNeed, Complete, Done, Refused, Register, Registered, RestoreFrom
+from keepstep.types import Incarnation, Version
+
+NEED = ArenaNeed(1, 1, 1)
+
+
+@dataclasses.dataclass
+class Paper:
+    """An arena as its bytes would tell it."""
+
+    arena_id: str
+    index: int
+    capacity: ArenaNeed
+    generation: int
+    slots: list[tuple[str, Version | None]]
+    grant: Grant | None = None
+    ledger: Ledger | None = None
+
+
+class Node:
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = ranks
+        self.arenas: dict[str, Paper] = {}
+        self.sent: list[tuple[int, Any]] = []
+        self.progress = dict.fromkeys(range(ranks), -1)
+        self.seals: list[e.SealSlot] = []
+        self.stop_after: int | None = None
+        """the keeper dies after so many more effects"""
+        self.incarnation: Incarnation | None = None
+        self.core = Core(Limits())
+
+    def do(self, event: e.Event) -> None:
+        self.core.progress.update(self.progress)
+        for effect in self.core.handle(event, 0.0):
+            if self.stop_after is not None:
+                if self.stop_after == 0:
+                    return
+                self.stop_after -= 1
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: e.Effect) -> None:
+        if isinstance(effect, e.Send):
+            self.sent.append((effect.conn, effect.message))
+            if isinstance(effect.message, Registered):
+                self.incarnation = effect.message.incarnation
+        elif isinstance(effect, e.WriteGrant):
+            self.arenas[effect.arena_id].grant = effect.grant
+        elif isinstance(effect, e.WriteLedger):
+            for arena in self.arenas.values():
+                if self.stop_after is None or arena.index == 0 or self.stop_after:
+                    arena.ledger = effect.ledger
+        elif isinstance(effect, e.SealSlot):
+            self.seals.append(effect)
+        elif isinstance(effect, e.VerifySlot):
+            self.do(e.SlotVerified(effect.arena_id, effect.slot, effect.version))
+        elif isinstance(effect, e.CreateArena):
+            wanted = effect.wanted
+            made = Paper(f"{effect.local_index}.{effect.generation}", effect.local_index, wanted.need,
+                         effect.generation, [("free", None)] * wanted.slots)  # fmt: skip
+            self.arenas[made.arena_id] = made
+            self.do(self.described(made))
+            self.sent.append((wanted.conn, ArenaGiven(made.arena_id, 1, True, wanted.ticket)))
+        elif isinstance(effect, e.DropArena):
+            del self.arenas[effect.arena_id]
+
+    def described(self, arena: Paper) -> e.ArenaAdded:
+        found = tuple(
+            e.SlotFound(i, state, version, arena.index, self.ranks, self.ranks, 1)
+            for i, (state, version) in enumerate(arena.slots)
+        )
+        return e.ArenaAdded(
+            arena.arena_id, arena.index, arena.generation, 1, arena.capacity, found, arena.ledger, arena.grant
+        )
+
+    # What trainers do
+
+    def register(self, index: int, *, rejoin: bool = False, pid: int = 0, known: bool = True) -> None:
+        register = Register(
+            index, self.ranks, index, self.ranks, self.incarnation if known else None, "round", 0, 1, 2,
+            self.progress[index], rejoin, 1,
+        )  # fmt: skip
+        self.do(e.TrainerRegisters(index, pid or 100 + index, True, register, 77))
+
+    def start(self) -> None:
+        """A first start, up to the first grant."""
+        for index in range(self.ranks):
+            self.register(index, known=False)
+        for index in range(self.ranks):
+            self.do(e.RestoreWanted(index, 2))
+            self.do(e.ArenaWanted(index, 3, NEED, 2, 0))
+            self.do(e.RankLoaded(index, 4, None))
+        assert all(self.own(index).grant for index in range(self.ranks))
+
+    def own(self, index: int) -> Paper:
+        return max((a for a in self.arenas.values() if a.index == index), key=lambda a: a.generation)
+
+    def version(self, step: int) -> Version:
+        assert self.incarnation is not None
+        return Version(self.incarnation, step)
+
+    def write(self, index: int, step: int, *, slot: int | None = None) -> int:
+        """The trainer begins to write: the slot is nobody's until it commits."""
+        arena = self.own(index)
+        if slot is None:
+            assert arena.grant is not None
+            assert arena.grant.step <= step
+            slot = arena.grant.slot
+        arena.slots[slot] = ("free", None)
+        self.progress[index] = step
+        return slot
+
+    def commit(self, index: int, step: int, slot: int, *, say: bool = True) -> None:
+        self.own(index).slots[slot] = ("committed", self.version(step))
+        if say:
+            self.say_committed(index, step, slot)
+
+    def say_committed(self, index: int, step: int, slot: int) -> None:
+        self.do(e.SnapshotCommitted(index, self.own(index).arena_id, slot, self.version(step)))
+
+    def seal(self) -> None:
+        """All that was asked for."""
+        while self.seals:
+            effect = self.seals.pop(0)
+            arena = self.arenas[effect.arena_id]
+            state, version = arena.slots[effect.slot]
+            held = version if state != "free" else None
+            fits = held is not None and effect.version in (None, held)
+            if fits:
+                arena.slots[effect.slot] = ("sealed", held)
+            where = (arena.index, self.ranks, self.ranks, 1)
+            problem = "" if fits else "half written"
+            self.do(e.SlotSealed(arena.arena_id, effect.slot, held if fits else effect.version, *where, problem))
+
+    def snapshot(self, step: int) -> None:
+        """A whole version on all ranks."""
+        for index in range(self.ranks):
+            self.commit(index, step, self.write(index, step))
+        self.seal()
+        assert self.core.coordinator.complete == self.version(step)
+
+    def replace_keeper(self) -> None:
+        """The keeper is killed; a new one adopts the arenas."""
+        self.core = Core(Limits())
+        self.stop_after, self.seals = None, []
+        for arena in self.arenas.values():
+            self.do(self.described(arena))
+
+    def works(self, step: int) -> None:
+        """Snapshots go on: the next takes lead to a complete version, whoever is still copying."""
+        for attempt in range(4):
+            grants = [self.own(index).grant for index in range(self.ranks)]
+            if all(grant and grant.serial == self.core.coordinator.serial for grant in grants):
+                open_grant = self.core.coordinator.open
+                if open_grant and not any(open_grant[-1].resolved_for(i) for i in range(self.ranks)):
+                    wanted = max(step, *(g.step for g in grants if g), 0) + attempt
+                    self.snapshot(wanted)
+                    return
+            self.seal()
+        raise AssertionError(f"no grant is given any more: {self.core.coordinator}")
+
+
+def test_a_void_that_is_said_again_does_not_free_the_slot_that_is_being_written() -> None:
+    node = Node()
+    node.start()
+    node.snapshot(0)
+    node.progress[0] = 1
+    node.do(e.GrantVoid(0, node.version(1), "no memory"))
+    slot = node.write(0, 2)  # under the grant after the void one
+    node.replace_keeper()
+    node.register(0, rejoin=True)
+    node.do(e.GrantVoid(0, node.version(1), "no memory"))
+    grant = node.own(0).grant
+    assert grant is not None
+    assert grant.step <= 2, "a new grant was given while the trainer writes under the old one"
+    node.commit(0, 2, slot)
+    node.seal()
+    assert node.core.coordinator.complete == node.version(2)
+
+
+def test_a_commit_that_is_said_again_does_not_count_for_a_newer_grant_of_its_slot() -> None:
+    node = Node(ranks=2)
+    node.start()
+    node.snapshot(0)
+    slot = node.write(0, 1)
+    node.write(1, 1)
+    node.commit(0, 1, slot)
+    node.seal()
+    node.do(e.GrantVoid(1, node.version(1), "no memory"))  # void everywhere: the slot is granted again
+    assert node.write(0, 2) == slot
+    other = node.write(1, 2)
+    node.replace_keeper()
+    for index in range(2):
+        node.register(index, rejoin=True)
+    node.say_committed(0, 1, slot)
+    assert node.core.coordinator.open[0].committed == {}
+    node.commit(0, 2, slot)
+    node.commit(1, 2, other)
+    node.seal()
+    assert node.core.coordinator.complete == node.version(2)
+
+
+def test_a_slot_that_only_one_rank_saw_granted_is_not_given_out_again_before_it_is_resolved() -> None:
+    node = Node(ranks=2)
+    node.start()
+    for index in range(2):
+        node.commit(index, 0, node.write(index, 0))
+    # The keeper dies when it has written the next grant of rank 0, and not that of rank 1.
+    first = node.own(1).grant
+    while node.own(0).grant == first and node.seals:
+        effect = node.seals.pop(0)
+        arena = node.arenas[effect.arena_id]
+        arena.slots[effect.slot] = ("sealed", node.version(0))
+        done = e.SlotSealed(arena.arena_id, effect.slot, node.version(0), arena.index, 2, 2, 1)
+        for planned in node.core.handle(done, 0.0):
+            node._carry_out(planned)
+            if isinstance(planned, e.WriteGrant):
+                break
+    mine, theirs = node.own(0).grant, node.own(1).grant
+    assert mine is not None
+    assert theirs is not None
+    assert mine.serial != theirs.serial
+    saw = 0 if mine.serial > theirs.serial else 1
+    slot = node.write(saw, 1)
+    node.replace_keeper()
+    for index in range(2):
+        node.register(index, rejoin=True)
+    grant = node.own(saw).grant
+    assert grant is not None
+    assert grant.serial == max(mine.serial, theirs.serial), "the slot was granted again while it is being written"
+    node.commit(saw, 1, slot)
+    node.seal()
+    node.works(2)
+
+
+def test_what_a_rank_says_before_the_others_are_back_is_not_forgotten() -> None:
+    node = Node(ranks=2)
+    node.start()
+    node.snapshot(0)
+    slots = [node.write(index, 1) for index in range(2)]
+    node.replace_keeper()
+    node.register(0, rejoin=True)
+    node.commit(0, 1, slots[0])  # rank 1 still waits for a keeper
+    node.register(1, rejoin=True)
+    node.commit(1, 1, slots[1])
+    node.seal()
+    assert node.core.coordinator.complete == node.version(1)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_void_that_a_rank_says_before_the_others_are_back_is_not_forgotten(first: int) -> None:
+    node = Node(ranks=2)
+    node.start()
+    node.snapshot(0)
+    slots = [node.write(index, 1) for index in range(2)]
+    node.replace_keeper()
+    node.register(first, rejoin=True)
+    node.do(e.GrantVoid(first, node.version(1), "the copy failed"))
+    node.register(1 - first, rejoin=True)
+    node.commit(1 - first, 1, slots[1 - first])
+    node.seal()
+    node.works(2)
+
+
+def test_a_ledger_that_reached_only_one_arena_does_not_keep_the_old_base_for_ever() -> None:
+    node = Node(ranks=2)
+    node.start()
+    node.snapshot(0)
+    for index in range(2):
+        node.do(e.ProcessDied(100 + index))
+    node.incarnation = None
+    for index in range(2):
+        node.register(index, pid=200 + index, known=False)
+    node.seal()
+    for index in range(2):
+        node.do(e.RestoreWanted(index, 2))
+        node.do(e.ArenaWanted(index, 3, NEED, 2, 0))
+        node.do(e.RankLoaded(index, 4, 0))
+    before = node.own(1).ledger
+    assert before is not None
+    assert before.base is not None
+    node.snapshot(1)
+    node.own(1).ledger = before  # the keeper died between the two writes
+    node.replace_keeper()
+    for index in range(2):
+        node.register(index, rejoin=True, pid=200 + index)
+    node.works(2)
+
+
+def test_a_rank_that_is_loaded_when_its_keeper_dies_is_loaded_for_the_next_one() -> None:
+    """Everything but the last answer had come: the arena is not asked for again."""
+    node = Node()
+    node.register(0, known=False)
+    node.do(e.RestoreWanted(0, 2))
+    node.do(e.ArenaWanted(0, 3, NEED, 2, 0))
+    node.replace_keeper()
+    node.register(0)
+    node.sent.clear()
+    node.do(e.RankLoaded(0, 4, None))
+    assert [message for _, message in node.sent if isinstance(message, Done)]
+    node.works(0)
+
+
+def test_an_arena_that_is_given_back_late_does_not_change_the_incarnation_that_serves() -> None:
+    node = Node()
+    node.start()
+    node.snapshot(0)
+    old = dataclasses.replace(node.own(0), arena_id="stray", slots=[("free", None)] * 2)
+    serving = node.core.incarnation
+    old.ledger = Ledger(Incarnation(serving.number, serving.nonce + 1), None, None, 1)
+    node.do(node.described(old))
+    assert node.core.incarnation == serving
+
+
+@pytest.mark.parametrize("order", ["words first", "deaths first", "between"])
+def test_a_version_that_all_ranks_committed_with_their_last_breath_is_restored(order: str) -> None:
+    node = Node(ranks=2)
+    node.start()
+    node.snapshot(0)
+    slots = [node.write(index, 1) for index in range(2)]
+    for index in range(2):
+        node.commit(index, 1, slots[index], say=False)
+    words = [lambda i=i: node.say_committed(i, 1, slots[i]) for i in range(2)]
+    deaths = [lambda i=i: node.do(e.ProcessDied(100 + i)) for i in range(2)]
+    acts = {
+        "words first": [*words, *deaths],
+        "deaths first": [*deaths, *words],
+        "between": [words[0], node.seal, deaths[1], deaths[0], words[1]],
+    }
+    for act in acts[order]:
+        act()
+    node.seal()
+    lost = node.version(1)
+    for index in range(2):
+        node.register(index, pid=200 + index, known=False)
+    node.seal()
+    node.sent.clear()
+    for index in range(2):
+        node.do(e.RestoreWanted(index, 2))
+    answers = [message for _, message in node.sent if isinstance(message, RestoreFrom)]
+    assert [answer.version for answer in answers] == [lost, lost]
+
+
+def test_the_place_of_a_trainer_is_not_taken_twice_in_one_incarnation() -> None:
+    """It would restore `base` while the others are steps ahead, or write where the first one writes."""
+    node = Node(ranks=2)
+    node.start()
+    node.snapshot(0)
+    node.sent.clear()
+    node.register(1, pid=999)
+    assert isinstance(node.sent[-1][1], Refused)
+    node.do(e.ProcessDied(101))
+    node.register(1, pid=999)
+    assert isinstance(node.sent[-1][1], Refused)
+    assert node.core.members[1].pid == 101
+
+
+def test_an_arena_that_is_replaced_by_a_larger_one_is_granted_in() -> None:
+    node = Node()
+    node.start()
+    node.snapshot(0)
+    node.progress[0] = 1
+    node.do(e.GrantVoid(0, node.version(1), "outgrown"))
+    node.do(e.ArenaWanted(0, 5, ArenaNeed(9, 9, 9), 2, 0))
+    node.works(2)
+    assert list(node.arenas) == ["0.2"], "the old arena was not dropped"
+
+
+def test_restoring_from_a_keeper_that_took_over_in_mid_training_is_refused_and_does_not_hang() -> None:
+    node = Node()
+    node.start()
+    node.snapshot(0)
+    node.replace_keeper()
+    node.register(0, rejoin=True)
+    node.sent.clear()
+    node.do(e.RestoreWanted(0, 9))
+    assert isinstance(node.sent[-1][1], Refused)
+
+
+def test_a_rank_that_is_loaded_after_another_one_died_hears_of_it() -> None:
+    node = Node(ranks=2)
+    for index in range(2):
+        node.register(index, known=False)
+    for index in range(2):
+        node.do(e.ArenaWanted(index, 3, NEED, 2, 0))
+    node.do(e.ProcessDied(101))
+    node.sent.clear()
+    node.do(e.RankLoaded(0, 4, None))
+    (refused,) = [message for _, message in node.sent if isinstance(message, Refused)]
+    assert isinstance(refused.error(), Error)
+
+
+def test_a_complete_version_is_told_again_to_a_rank_that_did_not_hear_it() -> None:
+    node = Node()
+    node.start()
+    slot = node.write(0, 0)
+    node.commit(0, 0, slot)
+    node.seal()
+    node.replace_keeper()
+    node.register(0, rejoin=True)
+    node.sent.clear()
+    node.say_committed(0, 0, slot)
+    assert (0, Complete(node.version(0))) in node.sent
