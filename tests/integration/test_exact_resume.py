@@ -16,13 +16,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from keepstep.testing.run import LocalRun, wait_until
 
 SCRIPT = Path(__file__).with_name("train_exact.py")
 STEPS = 10
@@ -61,11 +62,9 @@ class Place:
     """The files and the keeper of one run."""
 
     def __init__(self, trial: Trial) -> None:
+        self.run = LocalRun("exact")
         self.out = Path(tempfile.mkdtemp(prefix="exact-", dir="/tmp"))
-        self.runtime = Path(tempfile.mkdtemp(prefix="ks-", dir="/tmp"))
-        self.environ = {
-            "KEEPSTEP_RUNTIME_DIR": str(self.runtime), "KEEPSTEP_RUN_ID": "exact", "OMP_NUM_THREADS": "1",
-        } | trial.environ  # fmt: skip
+        self.environ = {**self.run.environ, **trial.environ, "OMP_NUM_THREADS": "1"}
 
     def read(self, name: str, rank: int = 0) -> list[str]:
         path = self.out / f"{name}-{rank}"
@@ -80,32 +79,17 @@ class Place:
 
     def check_no_trace(self) -> None:
         """After a normal end nothing is left: no keeper, no socket, no file."""
-        deadline = time.monotonic() + END_S
-        while (left := self._keepers() or self._files()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not left, f"left behind after a normal end: {left}"
+        run = self.run
+        wait_until(
+            lambda: not run.processes() and not run.files(), timeout_s=END_S,
+            what=lambda: f"the end of {run.processes()} and {run.files()} after a normal end",
+        )  # fmt: skip
 
     def clear(self) -> None:
-        for pid in self._keepers():
+        for pid in self.run.processes():
             os.kill(pid, signal.SIGKILL)
-        for directory in (self.out, self.runtime):
+        for directory in (self.out, self.run.directory):
             shutil.rmtree(directory, ignore_errors=True)
-
-    def _files(self) -> list[str]:
-        return [str(path) for path in self.runtime.rglob("*")] if self.runtime.exists() else []
-
-    def _keepers(self) -> list[int]:
-        mark = f"KEEPSTEP_RUNTIME_DIR={self.runtime}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                try:
-                    variables = (entry / "environ").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                if mark in variables:
-                    found.append(int(entry.name))
-        return found
 
 
 class Server:

@@ -7,14 +7,10 @@ the next one of this process finds it as a restarted trainer would.
 from __future__ import annotations
 
 import copy
-import os
 import random
-import shutil
-import tempfile
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +19,9 @@ import torch
 from torch import nn
 
 from keepstep import CaptureError, Config, RecoveryError, Restored, Snapshotter, Survives
+from keepstep.arena import header as h
 from keepstep.config import TakeConfig
+from keepstep.testing.run import LocalRun, wait_until
 from keepstep.trainer import blocks
 from keepstep.trainer.items import Items
 from keepstep.trainer.state import Reader
@@ -91,8 +89,8 @@ def scribble(tensor: torch.Tensor) -> None:
 class Run:
     """The lives of one run in this process."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, local: LocalRun) -> None:
+        self.local = local
         self.last: Snapshotter | None = None
 
     def save(self, state: dict[str, Any], *, step: int = 0, config: Config | None = None) -> None:
@@ -121,42 +119,25 @@ class Run:
         assert pending.wait(timeout_s=30) is Survives.PROCESS, pending
 
     def finish(self) -> None:
-        if self.last is None:
-            return
-        self.last.close(finished=False)
-        Snapshotter({"nothing": {}}).close()
-        deadline = time.monotonic() + 10
-        while (left := keepers_of(self.directory)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not left, f"keepers {left} are still there after a normal end"
-        assert not self.directory.exists() or not list(self.directory.iterdir())
-
-
-def keepers_of(directory: Path) -> list[int]:
-    """Processes other than this one that carry this runtime directory in their environment."""
-    mark = f"KEEPSTEP_RUNTIME_DIR={directory}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                variables = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if mark in variables:
-                found.append(int(entry.name))
-    return found
+        """A life that ends normally: nothing is left."""
+        if self.last is not None:
+            self.last.close(finished=False)
+            Snapshotter({"nothing": {}}).close()
+            wait_until(
+                lambda: not self.local.processes() and not self.local.files(),
+                what=lambda: f"the end of {self.local.processes()} and {self.local.files()} after a normal end",
+            )
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    directory = Path(tempfile.mkdtemp(dir="/tmp"))
-    monkeypatch.setenv("KEEPSTEP_RUNTIME_DIR", str(directory))
-    monkeypatch.setenv("KEEPSTEP_RUN_ID", "roundtrip")
     torch.manual_seed(7)
-    this = Run(directory)
-    yield this
-    this.finish()
-    shutil.rmtree(directory, ignore_errors=True)
+    with LocalRun() as local:
+        for name, value in local.environ.items():
+            monkeypatch.setenv(name, value)
+        this = Run(local)
+        yield this
+        this.finish()
 
 
 # Tensors
@@ -798,6 +779,25 @@ def test_refusal_comes_from_restore_before_training_and_as_a_reason_from_take(ru
         assert time.monotonic() < deadline
         step += 1
         time.sleep(0.02)
+
+
+@pytest.mark.xfail(reason="steps are counted since the last capture, not since the last take", strict=False)
+def test_take_between_micro_batches_is_marked_inexact_though_the_last_one_was_not_due(run: Run) -> None:
+    """The optimizer has stepped since the last capture, but not since the last take: gradients are state then."""
+    model, optimizer = fresh_pair(torch.optim.SGD)
+    snapshots = run.begin({"model": model, "optimizer": optimizer}, config=Config(every=2))
+    snapshots.restore()
+    train(model, optimizer, steps=1)
+    run.take(snapshots, 0)
+    train(model, optimizer, steps=1)
+    assert snapshots.take(1).skipped
+    model(torch.randn(8, 150)).square().mean().backward()
+    run.take(snapshots, 2)
+    with run.local.arenas() as (arena,):
+        headers = [arena.trainer_header(slot) for slot in range(arena.num_slots)]
+    flags = {header.version.step: header.flags for _, header in filter(None, headers)}
+    assert not flags[0] & h.INEXACT
+    assert flags[2] & h.INEXACT
 
 
 def test_saving_changes_nothing(run: Run) -> None:

@@ -44,7 +44,8 @@ from keepstep.trainer.link import Link, Listeners
 from keepstep.trainer.memory import Memory
 from keepstep.trainer.pending import PendingSnapshot
 from keepstep.trainer.place import find_identity, find_place, registration, warn_about_shared_store
-from keepstep.trainer.restore import RandomStates, Restored, Saved, Writer, sharded_modules
+from keepstep.trainer.restore import Restored, Writer, sharded_modules
+from keepstep.trainer.saved import RandomStates, Saved
 from keepstep.trainer.state import Reader, Reading
 from keepstep.trainer.view import ArenaView
 from keepstep.types import Source, Status, Survives, Version
