@@ -781,7 +781,6 @@ def test_refusal_comes_from_restore_before_training_and_as_a_reason_from_take(ru
         time.sleep(0.02)
 
 
-@pytest.mark.xfail(reason="steps are counted since the last capture, not since the last take", strict=False)
 def test_take_between_micro_batches_is_marked_inexact_though_the_last_one_was_not_due(run: Run) -> None:
     """The optimizer has stepped since the last capture, but not since the last take: gradients are state then."""
     model, optimizer = fresh_pair(torch.optim.SGD)

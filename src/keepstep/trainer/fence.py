@@ -103,13 +103,15 @@ class Fence:
         self.watched = [Watched(optimizer, name, modules) for name, optimizer in optimizers]
         self._by_id = {id(w.optimizer): w for w in self.watched}
         self.waited_s = 0.0
+        self._stepped = False
         self.muted = False
         """while keepstep itself steps an optimizer (sizing)"""
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
-    def stepped(self) -> bool:
-        """Whether any optimizer has stepped since the last `take`."""
-        return any(w.fired for w in self.watched)
+    def take_stepped(self) -> bool:
+        """Whether any optimizer has stepped since this was asked last: once per `take`, captured or not."""
+        stepped, self._stepped = self._stepped, False
+        return stepped
 
     def arm(self, gates: dict[int, Gate]) -> None:
         """A new snapshot begins: `gates` by index of the optimizer. Counts start again."""
@@ -141,6 +143,7 @@ class Fence:
 
     def _fence(self, watched: Watched, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         watched.fired += 1
+        self._stepped = True
         gate = watched.gate
         if gate is None:
             return None

@@ -190,6 +190,7 @@ class Snapshotter:
         if step <= self._progress:
             return self._skip(step, f"steps must grow: the last one was {self._progress}")
         self._progress = step
+        stepped = self._fence.take_stepped()
         self._memory.note_progress(step)
         self._capture.suspect()
         if step % self.config.every:
@@ -201,7 +202,7 @@ class Snapshotter:
             return self._skip(step, grant)
         version = Version(self._link.incarnation, step)
         try:
-            return self._begin_capture(version, grant)
+            return self._begin_capture(version, grant, inexact=self._is_inexact(stepped))
         except Exception as error:  # whatever it is, the grant must not stay open
             reason = str(error) or repr(error)
             self._warn_once(f"step {step} is not captured: {reason}")
@@ -233,10 +234,9 @@ class Snapshotter:
     def _no_keeper(self) -> str:
         return f"the keeper has ended: {self._link.ended}" if self._link.ended else "the keeper is away"
 
-    def _begin_capture(self, version: Version, grant: Grant) -> PendingSnapshot:
+    def _begin_capture(self, version: Version, grant: Grant, *, inexact: bool) -> PendingSnapshot:
         view = self._memory.view
         assert view is not None
-        inexact = self._is_inexact()
         reading = self._reader.read()
         plan = self._current_plan(reading)
         need = ArenaNeed(len(plan.encoded), len(reading.values), plan.payload_bytes)
@@ -261,9 +261,9 @@ class Snapshotter:
         plan = plan_copies(built, self._fence.watched, self.config.take.small_bytes)
         return plan, [blocks.signature(tensor) for tensor in reading.tensors]
 
-    def _is_inexact(self) -> bool:
+    def _is_inexact(self, stepped: bool) -> bool:
         """Between accumulation steps gradients are part of the state, and they are not in the snapshot."""
-        if self.config.grads or not self._fence.watched or self._fence.stepped():
+        if self.config.grads or not self._fence.watched or stepped:
             return False
         scaled = any(type(item.thing).__name__ == "GradScaler" for item in self._items.of(STATEFUL))
         if not scaled:
