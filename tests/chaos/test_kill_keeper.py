@@ -6,9 +6,12 @@ stands in the arenas. Where no trainer is up the launcher holds it (integrations
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import statistics
 import time
+from collections import Counter
 
 import pytest
 from lives import Expectation, Job, Trainers, Zygote, job
@@ -119,28 +122,70 @@ def test_keeper_killed_while_it_restores_gives_the_state_back_through_the_new_tr
         assert restored >= 0
 
 
-def test_keeper_killed_at_any_time_of_a_start_gives_the_state_back_through_the_launcher(zygote: Zygote) -> None:
-    """Trainers and keeper may both be dead: the launcher's agent holds the memory and agrees on the incarnation."""
-    rng = random.Random(7)
-    with job(zygote, settings=RATE) as run:
-        holder = Holder(run.run.identity, Config(keeper=KeeperConfig(start_s=20.0)))
-        try:
-            expect = Expectation()
-            for number in range(1, 6):
-                holder.status(timeout_s=20.0, patient=True)
-                trainers = run.start({"KEEPSTEP_INCARNATION": f"{number}:{number:x}"}, pace_s=PACE_S)
-                if number > 1:
-                    time.sleep(rng.uniform(0.0, 0.7))
-                    run.run.kill_keeper()
-                trainers.wait_for("complete", 2)
-                trainers.kill()
-                if number == 2:  # while no trainer is up
-                    run.run.kill_keeper()
-                restored = run.check(trainers, expect)
-                assert restored is not None
-                expect = expect.after(trainers, restored)
-        finally:
-            holder.close()
+def kill_in_any_order(run: Job, *, rounds: int, seed: int) -> Counter[str]:
+    """Keeper and trainers die, alone or together, at any time of a life; only the launcher's agent lives through it."""
+    rng, seen = random.Random(seed), Counter[str]()
+    holder = Holder(run.run.identity, Config(keeper=KeeperConfig(start_s=20.0)))
+    expect = Expectation()
+    try:
+        for number in range(1, rounds + 1):
+            holder.status(timeout_s=30.0, patient=True)
+            trainers = run.start({"KEEPSTEP_INCARNATION": f"{number}:{number:x}"}, pace_s=PACE_S)
+            if number == 1:
+                trainers.wait_for("complete", 2 * run.world)
+            elif rng.random() < 0.6:
+                trainers.wait_for("restored")
+            time.sleep(rng.uniform(0.0, 0.6))
+            act = rng.choice(["trainers", "both", "keeper then trainers", "trainers then keeper", "keeper twice"])
+            seen[act] += 1
+            if act.startswith("keeper"):
+                _kill_if_there(run)
+                time.sleep(rng.uniform(0.0, 1.0))
+            if act == "keeper twice":
+                _kill_if_there(run)
+                trainers.wait_for("complete", timeout_s=60)
+            if act == "both":
+                _kill_if_there(run, wait=False)
+            trainers.kill()
+            if act == "trainers then keeper":
+                time.sleep(rng.uniform(0.0, 0.1))
+                _kill_if_there(run)
+            restored = run.check(trainers, expect)
+            seen["restored"] += restored is not None
+            expect = expect.after(trainers, restored)
+        holder.status(timeout_s=30.0, patient=True)
+        last = run.start({"KEEPSTEP_INCARNATION": f"{rounds + 1}:1"}, pace_s=PACE_S)
+        last.wait_for("restored")
+        last.kill()
+        assert run.check(last, expect) is not None
+    finally:
+        holder.close()
+    return seen
+
+
+def _kill_if_there(run: Job, *, wait: bool = True) -> None:
+    pid = run.run.keeper_pid()
+    if alive(pid):
+        os.kill(pid, signal.SIGKILL)
+        if wait:
+            wait_until(lambda: not alive(pid), what="the end of the keeper")
+
+
+def test_keeper_and_trainers_killed_in_any_order_lose_nothing_that_the_launcher_holds(zygote: Zygote) -> None:
+    with job(zygote, world=2, settings=RATE) as run:
+        seen = kill_in_any_order(run, rounds=10, seed=5)
+    print(dict(seen))
+    assert seen["restored"] >= 4
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("world", "slots"), [(1, 2), (2, 2), (2, 3)])
+def test_a_hundred_deaths_of_keeper_and_trainers_in_any_order(zygote: Zygote, world: int, slots: int) -> None:
+    seed = random.randrange(1 << 30)
+    with job(zygote, world=world, settings={**RATE, "KEEPSTEP_ARENA_SLOTS": str(slots)}) as run:
+        seen = kill_in_any_order(run, rounds=34, seed=seed)
+    print(f"seed {seed}, {world} rank(s), {slots} slots: {dict(seen)}")
 
 
 def test_keeper_killed_while_the_memory_is_made_is_replaced_and_the_job_starts(zygote: Zygote) -> None:
@@ -192,9 +237,6 @@ def _holds_all(run: Job) -> bool:
 
 
 def test_a_stopped_keeper_does_not_stop_the_training(zygote: Zygote) -> None:
-    import os
-    import signal
-
     with job(zygote, settings=RATE) as run:
         trainers = run.start(pace_s=PACE_S)
         trainers.wait_for("complete", 2)

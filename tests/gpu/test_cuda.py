@@ -58,7 +58,9 @@ def train(log: Path, lives_until: int) -> None:
         restored = snapshots.restore()
         first = restored.step + 1 if restored else 0
         problem = check(params, optimizer, first) if restored else ""
-        say(log, restored=restored.step if restored else None, problem=problem, seconds=restored and restored.duration_s)
+        say(
+            log, restored=restored.step if restored else None, problem=problem, seconds=restored and restored.duration_s
+        )
         for step in range(first, lives_until):
             for _ in range(random.randint(1, 20)):
                 busy = torch.nn.functional.normalize(busy @ busy)

@@ -31,6 +31,8 @@ from steps import read_log
 import keepstep
 from keepstep import protocol as p
 from keepstep.client import KeeperClient
+from keepstep.config import Config, KeeperConfig
+from keepstep.integrations.holder import Holder
 from keepstep.spawn import ALREADY_RUNNING, start_keeper
 from keepstep.testing.run import LocalRun, alive, wait_until
 from keepstep.types import Incarnation, Version
@@ -157,6 +159,30 @@ def test_a_zombie_of_an_older_incarnation_is_dead_before_the_new_one_restores(zy
         restored = made.check(reborn, expect)
         assert restored is not None
         assert restored >= 0
+
+
+def test_a_zombie_that_never_came_back_to_the_new_keeper_is_fenced_too(zygote: Zygote) -> None:
+    """Stopped in mid-copy when its keeper dies: the keeper that takes over has never met it, and it holds a map."""
+    with job(zygote, settings=RATE) as made:
+        holder = Holder(made.run.identity, Config(keeper=KeeperConfig(start_s=20.0)))
+        try:
+            holder.status(timeout_s=30.0, patient=True)
+            zombie = made.start({"KEEPSTEP_INCARNATION": "1:1"}, pace_s=PACE_S)
+            zombie.wait_for("complete", 2)
+            time.sleep(PACE_S / 2)
+            os.kill(zombie.pids[0], signal.SIGSTOP)
+            made.run.kill_keeper()
+            holder.status(timeout_s=30.0, patient=True)
+            reborn = made.start({"KEEPSTEP_INCARNATION": "2:2"}, pace_s=PACE_S)
+            reborn.wait_for("restored")
+            assert not alive(zombie.pids[0]), "the old trainer was not fenced"
+            reborn.wait_for("complete", 2)
+            expect = Expectation().after(zombie, made.check(zombie, Expectation()))
+            restored = made.check(reborn, expect)
+            assert restored is not None
+            assert restored >= 0
+        finally:
+            holder.close()
 
 
 def test_two_jobs_with_the_default_id_of_torchrun_do_not_see_each_other(tmp_path: Path) -> None:

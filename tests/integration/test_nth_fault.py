@@ -231,6 +231,24 @@ def test_the_keeper_lives_and_protects_again_when_its_nth_effect_fails(orders: O
     assert met >= 3
 
 
+def test_memory_is_given_back_in_the_end_when_an_effect_of_the_new_keeper_fails(orders: Orders) -> None:
+    """The keeper that takes over cannot read an arena at first: it must not be refused for that."""
+    faults.install(None)
+    with LocalRun() as run:
+        trial = Trial(run)
+        try:
+            for nth, only in [(n, "segment.read") for n in (1, 2, 4, 8)] + [(1, "segment.write"), (1, "keeper.send")]:
+                complete = trial.take_until_complete()
+                orders.give(nth, only)
+                run.kill_keeper()
+                trial.take_until_complete()
+                assert orders.withdraw() == only
+                trial.check_intact(complete)
+            trial.come_back()
+        finally:
+            trial.close()
+
+
 def test_restoring_survives_faults_of_the_machine_and_none_counts_against_a_version(orders: Orders) -> None:
     """Reads that fail while slots are verified are tried again: only wrong bytes condemn a version."""
     faults.install(None)

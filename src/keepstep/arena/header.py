@@ -175,21 +175,26 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Progress:
-    """The step of the trainer's last `take`, captured or not. Written by the trainer."""
+    """The step of the trainer's last `take`, captured or not, and who it is. Written by the trainer."""
 
     KIND: ClassVar[bytes] = b"KSPROGRS"
-    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQq")
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQqQQ")
 
     incarnation: Incarnation
     step: int
+    pid: int = 0
+    """whom a keeper that has never met it must fence; 0: nobody writes here any more"""
+    started: int = 0
+    """the kernel's start time of that process, in clock ticks: its pid's next owner has another one"""
 
     def body(self) -> bytes:
-        return self._STRUCT.pack(self.incarnation.number, self.incarnation.nonce, self.step)
+        number, nonce = self.incarnation.number, self.incarnation.nonce
+        return self._STRUCT.pack(number, nonce, self.step, self.pid, self.started)
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        number, nonce, step = cls._STRUCT.unpack_from(body)
-        return cls(Incarnation(number, nonce), step)
+        number, nonce, step, pid, started = cls._STRUCT.unpack_from(body)
+        return cls(Incarnation(number, nonce), step, pid, started)
 
 
 def encode_copy(record: Record, sequence: int) -> bytes:

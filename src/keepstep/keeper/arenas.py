@@ -38,6 +38,8 @@ def arena_added(node: Node, event: e.ArenaAdded) -> None:
         _move_to(node, member, event.arena_id)
         node.write_ledger()
     _adopt_ledger(node, event)
+    if event.writer is not None and all(m.pid != event.writer.pid for m in node.members.values()):
+        node.strangers[event.writer.pid] = event.writer.incarnation
     if event.grant is not None:
         known = node.last_grant.get(event.local_index)
         if known is None or (known.incarnation, known.serial) < (event.grant.incarnation, event.grant.serial):
@@ -73,7 +75,7 @@ def _adopt_ledger(node: Node, event: e.ArenaAdded) -> None:
     if node.members:
         return  # what is given back late changes nothing for a life that has begun
     seen = [slot.version.incarnation for slot in event.slots if slot.version is not None]
-    seen += [record.incarnation for record in (ledger, event.grant) if record is not None]
+    seen += [record.incarnation for record in (ledger, event.grant, event.writer) if record is not None]
     node.incarnation = max([node.incarnation, *seen])
     if newer and ledger is not None:
         node.coordinator.complete, node.coordinator.base = ledger.complete, ledger.base

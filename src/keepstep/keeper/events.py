@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.arena.header import Grant, Ledger
+from keepstep.arena.header import Grant, Ledger, Progress
 from keepstep.protocol import ArenaNeed, Register
 from keepstep.types import Version
 
@@ -76,6 +76,8 @@ class ArenaAdded:
     slots: tuple[SlotFound, ...]
     ledger: Ledger | None
     grant: Grant | None
+    writer: Progress | None = None
+    """the living process that may still write into it, for all that its headers say"""
 
 
 @dataclass(frozen=True)

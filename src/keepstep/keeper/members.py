@@ -139,6 +139,10 @@ def _open(node: Node, incarnation: Incarnation, event: e.TrainerRegisters) -> No
     for member in node.members.values():
         if member.alive and member.finished is None and member.pid != event.pid:
             node.zombies.add(member.pid)
+    for pid, life in list(node.strangers.items()):
+        if life.number < incarnation.number and pid != event.pid:
+            node.zombies.add(pid)
+            del node.strangers[pid]
     for pid in sorted(node.zombies):
         node.do(e.Kill(pid, f"incarnation {incarnation.number} begins"))
     node.log("info", "incarnation opens", number=incarnation.number, fenced=sorted(node.zombies))
@@ -196,6 +200,7 @@ def _join(node: Node, event: e.TrainerRegisters) -> None:
         member.loaded, member.arena_id = known.loaded, known.arena_id
     member.loaded = member.loaded or register.rejoin
     node.members[register.local_index] = member
+    node.strangers.pop(event.pid, None)
     node.coordinator.every, node.coordinator.num_slots = register.every, register.slots
     arena = node.arena_of(register.local_index)
     if register.rejoin and arena is not None:
@@ -221,6 +226,7 @@ def launcher_seen(node: Node, event: e.LauncherSeen) -> None:
 def died(node: Node, event: e.ProcessDied) -> None:
     node.launchers.discard(event.pid)
     node.zombies.discard(event.pid)
+    node.strangers.pop(event.pid, None)
     for member in node.members.values():
         if member.pid == event.pid and member.alive:
             member.alive = False

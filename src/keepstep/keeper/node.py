@@ -99,6 +99,8 @@ class Node:
         self.coordinator = Coordinator()
         self.opening: Opening | None = None
         self.launchers: set[int] = set()
+        self.strangers: dict[int, Incarnation] = {}
+        """living trainers by pid that this keeper knows only from the arenas it adopted"""
         self.zombies: set[int] = set()
         self.remembered: Version | None = None
         """the newest version the ledger calls complete, across incarnations"""

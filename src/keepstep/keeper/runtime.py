@@ -19,48 +19,24 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
 from keepstep.arena.header import ArenaHeader, Ledger
 from keepstep.arena.slots import Arena
 from keepstep.config import Config
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper import events as e
-from keepstep.keeper import report, work
+from keepstep.keeper import messages, report, work
 from keepstep.keeper.control import Connection
 from keepstep.keeper.core import Core
 from keepstep.keeper.lease import BACKLOG, Post
-from keepstep.keeper.node import SEALED, Limits
+from keepstep.keeper.node import Limits
 from keepstep.protocol import (
     MAX_FDS,
-    PROTOCOL,
-    Adopted,
     ArenaGiven,
-    Committed,
-    Done,
     Ending,
     FrameError,
-    GiveBack,
-    Goodbye,
-    Held,
-    Hello,
     Hold,
-    LauncherHello,
-    Loaded,
     Refused,
-    Register,
-    Release,
-    StatusIs,
-    Verified,
-    VerifyResult,
-    Void,
-    WantArena,
-    WantArenas,
-    WantRestore,
-    WantStatus,
-    WantVerify,
-    Welcome,
 )  # fmt: skip
 from keepstep.types import Status
 
@@ -95,7 +71,7 @@ class Keeper:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.work = work.Work(
-            identity, bytes.fromhex(self.instance), config.keeper.seal_threads, lambda ev: self._later(self._handle, ev)
+            identity, bytes.fromhex(self.instance), config.keeper.seal_threads, lambda ev: self.later(self.handle, ev)
         )
         self.http = report.HttpServer(self.post.http, self._status_from_outside)
 
@@ -107,7 +83,7 @@ class Keeper:
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda received, frame: self._end(f"signal {signal.Signals(received).name}"))
+            signal.signal(number, lambda received, frame: self.end(f"signal {signal.Signals(received).name}"))
         self.post.announce(self.instance)
         log.info("keeper serves", extra={"run_id": self.identity.run_id, "node_id": self.identity.node_id})
         last_tick = 0.0
@@ -129,7 +105,7 @@ class Keeper:
             log.exception("a fault of the keeper's own")
 
     def _tick(self) -> None:
-        self._handle(e.Tick())
+        self.handle(e.Tick())
         self._repair_pages()
         silent = time.monotonic() - HELLO_S
         for connection in list(self.connections.values()):
@@ -150,7 +126,7 @@ class Keeper:
                 if arena.ledger() != self._ledger:
                     arena.write_ledger(self._ledger)
 
-    def _later(self, call: Callable[..., None], *args: Any) -> None:
+    def later(self, call: Callable[..., None], *args: Any) -> None:
         """From any thread: have the loop do this."""
         self._tasks.put(lambda: call(*args))
         with contextlib.suppress(BlockingIOError):
@@ -165,7 +141,7 @@ class Keeper:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 
-    def _end(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
         self.ending = self.ending or reason
 
     def _close(self) -> None:
@@ -216,15 +192,15 @@ class Keeper:
         time.sleep(BREATH_S)
 
     def _serve(self, connection: Connection) -> None:
-        messages: list[tuple[Any, list[int]]] | None = []
+        arrived: list[tuple[Any, list[int]]] | None = []
         try:
             if connection.wants_to_send:
                 connection.flush()
-            messages = connection.read()
-            for message, fds in messages or []:
+            arrived = connection.read()
+            for message, fds in arrived or []:
                 if connection.number in self.connections:
-                    self._receive(connection, message, fds)
-            if messages is None:
+                    messages.receive(self, connection, message, fds)
+            if arrived is None:
                 self._drop(connection)
             self._watch(connection)
         except FrameError as error:
@@ -234,7 +210,7 @@ class Keeper:
             log.exception("connection closed", extra={"pid": connection.pid})
             self._drop(connection)
         finally:
-            for _, fds in messages or []:
+            for _, fds in arrived or []:
                 for fd in fds:
                     with contextlib.suppress(OSError):
                         os.close(fd)
@@ -252,7 +228,7 @@ class Keeper:
             self._selector.unregister(connection.sock)
             connection.close()
 
-    def _send(self, connection: Connection | None, message: Any, fds: list[int] | None = None) -> None:
+    def send(self, connection: Connection | None, message: Any, fds: list[int] | None = None) -> None:
         if connection is None or connection.number not in self.connections:
             return
         try:
@@ -262,137 +238,9 @@ class Keeper:
             log.warning("connection closed", extra={"pid": connection.pid, "reason": str(error)})
             self._drop(connection)
 
-    # Messages
-
-    def _receive(self, connection: Connection, message: Any, fds: list[int]) -> None:
-        if isinstance(message, Hello):
-            self._greet(connection, message)
-            return
-        if not connection.role:
-            raise FrameError("the first message must be Hello")
-        call = _RECEIVE.get(type(message))
-        if call is None:
-            raise FrameError(f"a keeper does not take {type(message).__name__}")
-        call(self, connection, message, fds)
-
-    def _greet(self, connection: Connection, hello: Hello) -> None:
-        error: Error | None = None
-        if hello.protocol != PROTOCOL:
-            error = KeeperError(
-                f"this keeper speaks protocol {PROTOCOL}, the other side {hello.protocol}",
-                hint="use one version of keepstep on the node; keepstep release ends this keeper",
-            )
-        elif (hello.run_id, hello.node_id) != (self.identity.run_id, self.identity.node_id):
-            error = KeeperError(
-                f"this keeper belongs to run {self.identity.run_id!r} on node {self.identity.node_id!r}, "
-                f"not to {hello.run_id!r} on {hello.node_id!r}"
-            )
-        elif hello.role not in ("trainer", "launcher", "cli"):
-            error = KeeperError(f"{hello.role!r} is not a role")
-        if error is not None:
-            self._send(connection, Refused(type(error).__name__, error.message, error.hint, hello.ticket))
-            return
-        connection.role = hello.role
-        largest = max(
-            [self.core.incarnation.number, *([self.core.opening.incarnation.number] if self.core.opening else [])]
-        )
-        self._send(connection, Welcome(self.instance, os.getpid(), largest, hello.ticket))
-        if connection.role != "cli":
-            self._offer_holds()
-
-    def _registers(self, connection: Connection, register: Register, fds: list[int]) -> None:
-        alive = self._follow(connection.pid)
-        if register.launcher_pid:
-            register = (
-                register if self._follow(register.launcher_pid) else msgspec.structs.replace(register, launcher_pid=0)
-            )
-        self._handle(e.TrainerRegisters(connection.number, connection.pid, alive, register, secrets.randbits(63)))
-
-    def _launcher(self, connection: Connection, hello: LauncherHello, fds: list[int]) -> None:
-        pid = connection.pid or hello.pid
-        self._handle(e.LauncherSeen(pid, alive=self._follow(pid)))
-        self._send(connection, Done(ticket=hello.ticket))
-
-    def _arena_wanted(self, connection: Connection, wanted: WantArena, fds: list[int]) -> None:
-        need = wanted.need
-        if min(need.layout_bytes, need.values_bytes, need.payload_bytes) < 0 or not 2 <= wanted.slots <= 4:
-            raise FrameError("an arena of that shape makes no sense")
-        self._handle(e.ArenaWanted(connection.number, wanted.ticket, need, wanted.slots, wanted.memory_limit_bytes))
-
-    def _given_back(self, connection: Connection, given: GiveBack, fds: list[int]) -> None:
-        adopted, refused = [], {}
-        if len(given.arena_ids) != len(fds):
-            raise FrameError("names and descriptors do not match")
-        for arena_id, fd in zip(given.arena_ids, fds, strict=True):
-            if arena_id in self.arenas:
-                adopted.append(arena_id)
-                continue
-            try:
-                arena = self._adopt(fd)
-                described = work.describe(arena)
-            except (Error, OSError) as error:
-                refused[arena_id] = str(error)
-                log.error("arena refused", extra={"arena": arena_id, "reason": str(error)})
-                self._handle(e.ArenaRefused(arena_id[:64], str(error)))
-                continue
-            if arena.arena_id in self.arenas:
-                arena.close()
-            else:
-                self.arenas[arena.arena_id] = arena
-                self._handle(described)
-                log.info("arena adopted", extra={"arena": arena.arena_id, "local_index": arena.header.local_index})
-            adopted.append(arena_id)
-        connection.held.update(adopted)
-        connection.offered.update(adopted)
-        self._send(connection, Adopted(adopted, refused, given.ticket))
-        self._offer_holds()
-
-    def _adopt(self, fd: int) -> Arena:
-        own = os.dup(fd)
-        try:
-            return Arena.adopt(own, run_id=self.identity.run_id, node_id=self.identity.node_id)
-        except BaseException:
-            os.close(own)
-            raise
-
-    def _status_wanted(self, connection: Connection, wanted: WantStatus, fds: list[int]) -> None:
-        self._send(connection, StatusIs(msgspec.json.encode(self.status()), wanted.ticket))
-
-    def _verify_wanted(self, connection: Connection, wanted: WantVerify, fds: list[int]) -> None:
-        # Values, not the core's slots: those may be granted again while the threads still read.
-        jobs = [
-            (self.arenas[a.arena_id], VerifyResult(s.rank, s.index, s.version.step, s.size_bytes, ""), s.version)
-            for a in self.core.arenas.values()
-            for s in a.slots
-            if s.state == SEALED and s.version is not None
-        ]
-
-        def answer(problems: list[str]) -> None:
-            results = []
-            for (arena, result, version), problem in zip(jobs, problems, strict=True):
-                results.append(msgspec.structs.replace(result, problem=problem))
-                if problem:
-                    self._handle(e.SlotVerified(arena.arena_id, result.slot, version, problem))
-            self._send(connection, Verified(results, wanted.ticket))
-
-        self.work.check([(arena, result.slot) for arena, result, _ in jobs], lambda found: self._later(answer, found))
-
-    def _arenas_wanted(self, connection: Connection, wanted: WantArenas, fds: list[int]) -> None:
-        ids = list(self.arenas)[:64]
-        self._send(connection, Hold(ids, [], wanted.ticket), [self.arenas[i].segment.fd for i in ids])
-
-    def _release(self, connection: Connection, release: Release, fds: list[int]) -> None:
-        alive = [m.pid for m in self.core.members.values() if m.alive and m.finished is None]
-        if alive and not release.force:
-            text = f"trainers {alive} of this run are alive"
-            self._send(connection, Refused("KeeperError", text, "end the job first, or use --force", release.ticket))
-            return
-        self._send(connection, Done("released", release.ticket))
-        self._end("released")
-
     # Processes
 
-    def _follow(self, pid: int) -> bool:
+    def follow(self, pid: int) -> bool:
         """Watch a process until it dies. False when it is dead already, or cannot be seen from here."""
         if pid in self.pidfds:
             return True
@@ -410,11 +258,11 @@ class Keeper:
         fd = self.pidfds.pop(pid)
         self._selector.unregister(fd)
         os.close(fd)
-        self._handle(e.ProcessDied(pid))
+        self.handle(e.ProcessDied(pid))
 
     # Effects
 
-    def _handle(self, event: e.Event) -> None:
+    def handle(self, event: e.Event) -> None:
         self._read_progress()
         for effect in self.core.handle(event, time.monotonic()):
             try:
@@ -436,7 +284,7 @@ class Keeper:
 
     def _do_send(self, effect: e.Send) -> None:
         fds = [self.arenas[effect.arena_id].segment.fd] if effect.arena_id else None
-        self._send(self.connections.get(effect.conn), effect.message, fds)
+        self.send(self.connections.get(effect.conn), effect.message, fds)
 
     def _do_grant(self, effect: e.WriteGrant) -> None:
         self.arenas[effect.arena_id].write_grant(effect.grant)
@@ -453,28 +301,28 @@ class Keeper:
         self.work.verify(self.arenas[effect.arena_id], effect)
 
     def _do_create(self, effect: e.CreateArena) -> None:
-        self.work.create(effect, lambda result: self._later(self._created, effect, result))
+        self.work.create(effect, lambda result: self.later(self._created, effect, result))
 
     def _created(self, effect: e.CreateArena, result: Arena | Error) -> None:
         wanted = effect.wanted
         connection = self.connections.get(wanted.conn)
         if isinstance(result, Error):
             log.error("arena refused", extra={"reason": str(result)})
-            self._send(connection, Refused(type(result).__name__, result.message, result.hint, wanted.ticket))
+            self.send(connection, Refused(type(result).__name__, result.message, result.hint, wanted.ticket))
             return
         if connection is None:  # its trainer went away meanwhile
             result.close()
             return
         self.arenas[result.arena_id] = result
-        self._handle(work.describe(result))
+        self.handle(work.describe(result))
         size = result.segment.size_bytes
-        self._send(connection, ArenaGiven(result.arena_id, size, True, wanted.ticket), [result.segment.fd])
-        self._offer_holds()
+        self.send(connection, ArenaGiven(result.arena_id, size, True, wanted.ticket), [result.segment.fd])
+        self.offer_holds()
 
     def _do_drop(self, effect: e.DropArena) -> None:
         log.info("arena dropped", extra={"arena": effect.arena_id, "reason": effect.reason})
         self.arenas.pop(effect.arena_id).close()
-        self._offer_holds()
+        self.offer_holds()
 
     def _do_kill(self, effect: e.Kill) -> None:
         log.warning("killing trainer", extra={"pid": effect.pid, "reason": effect.reason})
@@ -482,12 +330,12 @@ class Keeper:
             signal.pidfd_send_signal(self.pidfds[effect.pid], signal.SIGKILL)
 
     def _do_end(self, effect: e.End) -> None:
-        self._end(effect.reason)
+        self.end(effect.reason)
 
     def _do_log(self, effect: e.Log) -> None:
         log.log(getattr(logging, effect.level.upper()), effect.text, extra=effect.fields)
 
-    def _offer_holds(self) -> None:
+    def offer_holds(self) -> None:
         """Every trainer and launcher keeps a duplicate of every memfd of the node."""
         for connection in list(self.connections.values()):
             if connection.role not in ("trainer", "launcher"):
@@ -498,10 +346,7 @@ class Keeper:
             connection.offered = set(self.arenas)
             for start in range(0, max(len(new), bool(gone)), MAX_FDS):
                 batch = new[start : start + MAX_FDS]
-                self._send(connection, Hold(batch, gone), [self.arenas[i].segment.fd for i in batch])
-
-    def _held(self, connection: Connection, held: Held, fds: list[int]) -> None:
-        connection.held.update(i for i in held.arena_ids if i in self.arenas)
+                self.send(connection, Hold(batch, gone), [self.arenas[i].segment.fd for i in batch])
 
     # Status
 
@@ -513,30 +358,9 @@ class Keeper:
 
     def _status_from_outside(self) -> Status:
         future: Future[Status] = Future()
-        self._later(lambda: future.set_result(self.status()))
+        self.later(lambda: future.set_result(self.status()))
         return future.result(STATUS_S)
 
-
-def _to_core(make: Callable[[Connection, Any], e.Event]) -> Callable[[Keeper, Connection, Any, list[int]], None]:
-    return lambda keeper, connection, message, fds: keeper._handle(make(connection, message))
-
-
-_RECEIVE: dict[type, Callable[[Keeper, Connection, Any, list[int]], None]] = {
-    Register: Keeper._registers,
-    LauncherHello: Keeper._launcher,
-    WantArena: Keeper._arena_wanted,
-    GiveBack: Keeper._given_back,
-    Held: Keeper._held,
-    WantStatus: Keeper._status_wanted,
-    WantVerify: Keeper._verify_wanted,
-    WantArenas: Keeper._arenas_wanted,
-    Release: Keeper._release,
-    Committed: _to_core(lambda c, m: e.SnapshotCommitted(c.number, m.arena_id, m.slot, m.version)),
-    Void: _to_core(lambda c, m: e.GrantVoid(c.number, m.version, m.reason)),
-    WantRestore: _to_core(lambda c, m: e.RestoreWanted(c.number, m.ticket)),
-    Loaded: _to_core(lambda c, m: e.RankLoaded(c.number, m.ticket, m.step)),
-    Goodbye: _to_core(lambda c, m: e.TrainerLeaves(c.number, m.finished)),
-}
 
 _EFFECTS: dict[type, Callable[[Keeper, Any], None]] = {
     e.Send: Keeper._do_send,

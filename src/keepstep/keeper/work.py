@@ -142,5 +142,5 @@ def describe(arena: Arena) -> e.ArenaAdded:
     capacity = ArenaNeed(header.layout_capacity, header.values_capacity, header.payload_capacity)
     return e.ArenaAdded(
         arena.arena_id, header.local_index, header.generation, arena.segment.size_bytes, capacity, tuple(slots),
-        arena.ledger(), arena.grant(),
+        arena.ledger(), arena.grant(), arena.progress(),
     )  # fmt: skip

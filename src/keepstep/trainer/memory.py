@@ -14,6 +14,7 @@ from keepstep.arena.header import Progress
 from keepstep.arena.segment import Mapping
 from keepstep.arena.slots import Arena
 from keepstep.config import ArenaConfig
+from keepstep.identity import start_time
 from keepstep.protocol import ArenaGiven, ArenaNeed, WantArena
 from keepstep.trainer import sizing
 from keepstep.trainer.link import Link
@@ -34,6 +35,8 @@ class Memory:
         self.busy = False
         """an arena is being made behind the training"""
         self._step = -1
+        self._self = (os.getpid(), start_time(os.getpid()))
+        """who writes: a keeper that takes over fences us by it, should we not come back"""
         self._times_grown = 0
         self._changing = threading.Lock()
         self._closed = threading.Event()
@@ -118,12 +121,15 @@ class Memory:
         with self._changing:
             if self.view is not None:
                 try:
-                    self.view.arena.write_progress(Progress(self._link.incarnation, step))
+                    self.view.arena.write_progress(Progress(self._link.incarnation, step, *self._self))
                 except OSError as error:
                     log.warning("progress cannot be written: %s", error)
 
     def close(self) -> None:
         self._closed.set()
+        with self._changing:
+            self._self = (0, 0)
+        self.note_progress(self._step)
         with self._changing:
             view, self.view = self.view, None
         if view is not None:

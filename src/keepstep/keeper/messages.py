@@ -1,0 +1,227 @@
+"""What comes in on the control socket, and what is answered: thin, between the connection and the core."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from keepstep.arena.slots import Arena
+from keepstep.errors import Error, KeeperError
+from keepstep.identity import start_time
+from keepstep.keeper import events as e
+from keepstep.keeper import work
+from keepstep.keeper.control import Connection
+from keepstep.keeper.node import SEALED
+from keepstep.protocol import (
+    MAX_FDS,
+    PROTOCOL,
+    Adopted,
+    Committed,
+    Done,
+    FrameError,
+    GiveBack,
+    Goodbye,
+    Held,
+    Hello,
+    Hold,
+    LauncherHello,
+    Loaded,
+    Refused,
+    Register,
+    Release,
+    StatusIs,
+    Verified,
+    VerifyResult,
+    Void,
+    WantArena,
+    WantArenas,
+    WantRestore,
+    WantStatus,
+    WantVerify,
+    Welcome,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from keepstep.keeper.runtime import Keeper
+
+log = logging.getLogger("keepstep.keeper")
+
+
+def receive(keeper: Keeper, connection: Connection, message: Any, fds: list[int]) -> None:
+    if isinstance(message, Hello):
+        _greet(keeper, connection, message)
+        return
+    if not connection.role:
+        raise FrameError("the first message must be Hello")
+    call = _RECEIVE.get(type(message))
+    if call is None:
+        raise FrameError(f"a keeper does not take {type(message).__name__}")
+    call(keeper, connection, message, fds)
+
+
+def _greet(keeper: Keeper, connection: Connection, hello: Hello) -> None:
+    error: Error | None = None
+    if hello.protocol != PROTOCOL:
+        error = KeeperError(
+            f"this keeper speaks protocol {PROTOCOL}, the other side {hello.protocol}",
+            hint="use one version of keepstep on the node; keepstep release ends this keeper",
+        )
+    elif (hello.run_id, hello.node_id) != (keeper.identity.run_id, keeper.identity.node_id):
+        error = KeeperError(
+            f"this keeper belongs to run {keeper.identity.run_id!r} on node {keeper.identity.node_id!r}, "
+            f"not to {hello.run_id!r} on {hello.node_id!r}"
+        )
+    elif hello.role not in ("trainer", "launcher", "cli"):
+        error = KeeperError(f"{hello.role!r} is not a role")
+    if error is not None:
+        keeper.send(connection, Refused(type(error).__name__, error.message, error.hint, hello.ticket))
+        return
+    connection.role = hello.role
+    largest = max(
+        [keeper.core.incarnation.number, *([keeper.core.opening.incarnation.number] if keeper.core.opening else [])]
+    )
+    keeper.send(connection, Welcome(keeper.instance, os.getpid(), largest, hello.ticket))
+    if connection.role != "cli":
+        keeper.offer_holds()
+
+
+def _registers(keeper: Keeper, connection: Connection, register: Register, fds: list[int]) -> None:
+    alive = keeper.follow(connection.pid)
+    if register.launcher_pid:
+        register = (
+            register if keeper.follow(register.launcher_pid) else msgspec.structs.replace(register, launcher_pid=0)
+        )
+    keeper.handle(e.TrainerRegisters(connection.number, connection.pid, alive, register, secrets.randbits(63)))
+
+
+def _launcher(keeper: Keeper, connection: Connection, hello: LauncherHello, fds: list[int]) -> None:
+    pid = connection.pid or hello.pid
+    keeper.handle(e.LauncherSeen(pid, alive=pid > 0 and keeper.follow(pid)))
+    keeper.send(connection, Done(ticket=hello.ticket))
+
+
+def _arena_wanted(keeper: Keeper, connection: Connection, wanted: WantArena, fds: list[int]) -> None:
+    need = wanted.need
+    if min(need.layout_bytes, need.values_bytes, need.payload_bytes) < 0 or not 2 <= wanted.slots <= 4:
+        raise FrameError("an arena of that shape makes no sense")
+    keeper.handle(e.ArenaWanted(connection.number, wanted.ticket, need, wanted.slots, wanted.memory_limit_bytes))
+
+
+def _given_back(keeper: Keeper, connection: Connection, given: GiveBack, fds: list[int]) -> None:
+    adopted, refused = [], {}
+    if len(given.arena_ids) != len(fds):
+        raise FrameError("names and descriptors do not match")
+    for arena_id, fd in zip(given.arena_ids, fds, strict=True):
+        if arena_id in keeper.arenas:
+            adopted.append(arena_id)
+            continue
+        try:
+            arena, described = _adopt(keeper, fd)
+        except OSError as error:  # the machine's fault, not the arena's: its holder comes back and gives it again
+            raise FrameError(f"an arena cannot be adopted now: {error}") from error
+        except Error as error:
+            refused[arena_id] = str(error)
+            log.error("arena refused", extra={"arena": arena_id, "reason": str(error)})
+            keeper.handle(e.ArenaRefused(arena_id[:64], str(error)))
+            continue
+        if arena.arena_id in keeper.arenas:
+            arena.close()
+        else:
+            keeper.arenas[arena.arena_id] = arena
+            keeper.handle(described)
+            log.info("arena adopted", extra={"arena": arena.arena_id, "local_index": arena.header.local_index})
+        adopted.append(arena_id)
+    connection.held.update(adopted)
+    connection.offered.update(adopted)
+    keeper.send(connection, Adopted(adopted, refused, given.ticket))
+    keeper.offer_holds()
+
+
+def _adopt(keeper: Keeper, fd: int) -> tuple[Arena, e.ArenaAdded]:
+    own = os.dup(fd)
+    try:
+        arena = Arena.adopt(own, run_id=keeper.identity.run_id, node_id=keeper.identity.node_id)
+        return arena, _with_living_writer(keeper, work.describe(arena))
+    except BaseException:
+        os.close(own)
+        raise
+
+
+def _with_living_writer(keeper: Keeper, event: e.ArenaAdded) -> e.ArenaAdded:
+    """Watch whoever may still write into what is adopted; a pid that has another owner by now is nobody."""
+    writer = event.writer
+    lives = writer is not None and writer.pid > 0 and keeper.follow(writer.pid)
+    if writer is not None and lives and start_time(writer.pid) == writer.started:
+        return event
+    return dataclasses.replace(event, writer=None)
+
+
+def _status_wanted(keeper: Keeper, connection: Connection, wanted: WantStatus, fds: list[int]) -> None:
+    keeper.send(connection, StatusIs(msgspec.json.encode(keeper.status()), wanted.ticket))
+
+
+def _verify_wanted(keeper: Keeper, connection: Connection, wanted: WantVerify, fds: list[int]) -> None:
+    # Values, not the core's slots: those may be granted again while the threads still read.
+    jobs = [
+        (keeper.arenas[a.arena_id], VerifyResult(s.rank, s.index, s.version.step, s.size_bytes, ""), s.version)
+        for a in keeper.core.arenas.values()
+        for s in a.slots
+        if s.state == SEALED and s.version is not None
+    ]
+
+    def answer(problems: list[str]) -> None:
+        results = []
+        for (arena, result, version), problem in zip(jobs, problems, strict=True):
+            results.append(msgspec.structs.replace(result, problem=problem))
+            if problem:
+                keeper.handle(e.SlotVerified(arena.arena_id, result.slot, version, problem))
+        keeper.send(connection, Verified(results, wanted.ticket))
+
+    keeper.work.check([(arena, result.slot) for arena, result, _ in jobs], lambda found: keeper.later(answer, found))
+
+
+def _arenas_wanted(keeper: Keeper, connection: Connection, wanted: WantArenas, fds: list[int]) -> None:
+    ids = list(keeper.arenas)[:MAX_FDS]
+    keeper.send(connection, Hold(ids, [], wanted.ticket), [keeper.arenas[i].segment.fd for i in ids])
+
+
+def _release(keeper: Keeper, connection: Connection, release: Release, fds: list[int]) -> None:
+    alive = [m.pid for m in keeper.core.members.values() if m.alive and m.finished is None]
+    if alive and not release.force:
+        text = f"trainers {alive} of this run are alive"
+        keeper.send(connection, Refused("KeeperError", text, "end the job first, or use --force", release.ticket))
+        return
+    keeper.send(connection, Done("released", release.ticket))
+    keeper.end("released")
+
+
+def _held(keeper: Keeper, connection: Connection, held: Held, fds: list[int]) -> None:
+    connection.held.update(i for i in held.arena_ids if i in keeper.arenas)
+
+
+def _to_core(make: Callable[[Connection, Any], e.Event]) -> Callable[[Keeper, Connection, Any, list[int]], None]:
+    return lambda keeper, connection, message, fds: keeper.handle(make(connection, message))
+
+
+_RECEIVE: dict[type, Callable[[Keeper, Connection, Any, list[int]], None]] = {
+    Register: _registers,
+    LauncherHello: _launcher,
+    WantArena: _arena_wanted,
+    GiveBack: _given_back,
+    Held: _held,
+    WantStatus: _status_wanted,
+    WantVerify: _verify_wanted,
+    WantArenas: _arenas_wanted,
+    Release: _release,
+    Committed: _to_core(lambda c, m: e.SnapshotCommitted(c.number, m.arena_id, m.slot, m.version)),
+    Void: _to_core(lambda c, m: e.GrantVoid(c.number, m.version, m.reason)),
+    WantRestore: _to_core(lambda c, m: e.RestoreWanted(c.number, m.ticket)),
+    Loaded: _to_core(lambda c, m: e.RankLoaded(c.number, m.ticket, m.step)),
+    Goodbye: _to_core(lambda c, m: e.TrainerLeaves(c.number, m.finished)),
+}
