@@ -78,6 +78,8 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     """the step of the last `take`, or -1"""
     rejoin: bool = False
     ticket: int = 0
+    arena_id: str = ""
+    """the arena that a trainer which comes back is writing: not always the newest one of its rank"""
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True):

@@ -42,13 +42,14 @@ class Trial:
     rush: bool = False
     """do not wait for snapshots: they are copied while the next step runs, throttled, and some are skipped"""
     skips: bool = False
-    """the state outgrows its arena on the way: some steps are not captured"""
+    """some steps are not captured: they are not due, or the state outgrows its arena on the way"""
+    every: int = 1
 
     @property
     def environ(self) -> dict[str, str]:
         # Without fingerprints: the fence alone must hold, and not by voiding what it failed to protect.
         throttled = {"KEEPSTEP_TAKE_RATE_BYTES_S": "4000000", "KEEPSTEP_TAKE_FINGERPRINT": "0"}
-        return throttled if self.rush else {}
+        return {"KEEPSTEP_EVERY": str(self.every), **(throttled if self.rush else {})}
 
     def arguments(self, out: Path, *options: str) -> list[str]:
         rush = ["--rush"] if self.rush else []
@@ -219,6 +220,7 @@ TRIALS = {
     "copied while training, closure": Trial(
         "simple:kind=sgd,schedule=onecycle,rush=1,closure=1", "3:take 6:step 8:backward", rush=True
     ),
+    "every third step": Trial("simple:kind=loop,schedule=linear", "4:take 6:take 8:step", every=3, skips=True),
     "every optimizer and scheduler": Trial("zoo", "3:step 6:backward 8:take"),
     "two optimizers, one idle": Trial("adversaries", "3:step 5:take 6:backward"),
     "optimizers inside backward": Trial("in_backward", "3:backward 3:restore 7:step"),
@@ -294,6 +296,18 @@ def test_fsdp2_on_two_ranks_in_all_its_settings(server: Server, places: list[Pla
 ], ids=lambda trial: f"{trial.case} on {trial.ranks}")  # fmt: skip
 def test_more_ranks_and_more_kills(trial: Trial, server: Server, places: list[Place]) -> None:
     run_trial(trial, server, places)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(240)
+def test_ddp_on_three_ranks_without_a_rehearsal_says_that_it_is_not_exact(server: Server, places: list[Place]) -> None:
+    trial = Trial("ddp", "0@3:backward", ranks=3)
+    place = Place(trial)
+    places.append(place)
+    server.finish(trial.killing(place.out), place, trial.ranks)
+    place.check_no_trace()
+    check_lives(trial, place)
+    assert "restore(rehearsal=" in place.log()
 
 
 # Launched as users do

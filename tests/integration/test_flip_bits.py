@@ -293,6 +293,22 @@ def test_an_arena_whose_header_is_damaged_is_a_clear_error_for_a_new_keeper_and_
     _start_over(case)
 
 
+def test_a_trainer_whose_arena_is_refused_by_a_new_keeper_gets_another_one(case: Case) -> None:
+    with case.life() as (training, snapshots):
+        snapshots.restore()
+        case.fill_both_slots(training, snapshots)
+        with case.run.arenas() as (arena,):
+            os.kill(case.run.keeper_pid(), signal.SIGSTOP)  # it would repair it
+            flip(arena, 17, 1)
+        case.run.kill_keeper()
+        case.step += 1
+        _take_until_complete(case, training, snapshots)
+    training, restored = case.restore()
+    assert restored is not None
+    assert restored.step == case.step
+    assert training.is_at(case.step)
+
+
 def _take_until_complete(case: Case, training: Training, snapshots: keepstep.Snapshotter) -> None:
     for _ in range(100):
         training.become(case.step)

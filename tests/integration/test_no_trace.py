@@ -150,3 +150,4 @@ def test_closing_and_opening_again_leaks_neither_descriptors_nor_threads(run: Lo
         snapshots.close(finished=False)
         counts.append((descriptors(), threading.active_count()))
     assert counts[1] == counts[-1], counts
+

@@ -175,6 +175,29 @@ def test_a_larger_arena_is_had_in_the_end_when_an_effect_on_the_way_fails(trial:
     trial.check_intact(max(complete, after))
 
 
+def test_a_keeper_killed_while_an_arena_grows_leaves_the_trainer_with_one_of_the_two(trial: Trial) -> None:
+    size = 1 << 18
+    for round_ in range(6):
+        complete = trial.take_until_complete()
+        size *= 2
+        trial.training.plain["tensors"] = [torch.zeros(size)]
+        trial.take(wait_s=0.0)
+        time.sleep(0.004 * round_)
+        trial.run.kill_keeper()
+        after = trial.take_until_complete()
+        trial.check_intact(max(complete, after))
+    trial.take_until_complete()
+    complete = trial.training.plain["n"] - 1
+    trial.snapshots.close(finished=False)
+    trial.training = Training()
+    trial.training.plain["tensors"] = [torch.zeros(size)]
+    trial.snapshots = trial._open()
+    restored = trial.snapshots.restore()
+    assert restored is not None
+    assert restored.step >= complete
+    assert trial.training.is_at(restored.step)
+
+
 class Orders:
     """The file through which a keeper is told which of its effects fails."""
 

@@ -92,10 +92,12 @@ class Node:
 
     # What trainers do
 
-    def register(self, index: int, *, rejoin: bool = False, pid: int = 0, known: bool = True) -> None:
+    def register(
+        self, index: int, *, rejoin: bool = False, pid: int = 0, known: bool = True, arena_id: str = ""
+    ) -> None:
         register = Register(
             index, self.ranks, index, self.ranks, self.incarnation if known else None, "round", 0, 1, 2,
-            self.progress[index], rejoin, 1,
+            self.progress[index], rejoin, 1, arena_id,
         )  # fmt: skip
         self.do(e.TrainerRegisters(index, pid or 100 + index, True, register, 77))
 
@@ -383,6 +385,25 @@ def test_an_arena_that_is_replaced_by_a_larger_one_is_granted_in() -> None:
     assert list(node.arenas) == ["0.2"], "the old arena was not dropped"
 
 
+def test_a_trainer_that_never_got_into_its_larger_arena_goes_on_in_the_old_one() -> None:
+    """The keeper died between making the larger one and the trainer's move: others held it, and gave it back."""
+    node = Node()
+    node.start()
+    node.snapshot(0)
+    small = node.own(0)
+    slot = node.write(0, 1)
+    large = dataclasses.replace(small, arena_id="0.2", generation=2, slots=[("free", None)] * 2, grant=None)
+    node.arenas["0.2"] = large
+    node.replace_keeper()
+    node.register(0, rejoin=True, arena_id=small.arena_id)
+    small.slots[slot] = ("committed", node.version(1))
+    node.do(e.SnapshotCommitted(0, small.arena_id, slot, node.version(1)))
+    node.seal()
+    assert node.core.coordinator.complete == node.version(1)
+    assert list(node.arenas) == [small.arena_id]
+    node.works(2)
+
+
 def test_restoring_from_a_keeper_that_took_over_in_mid_training_is_refused_and_does_not_hang() -> None:
     node = Node()
     node.start()
@@ -405,6 +426,39 @@ def test_a_rank_that_is_loaded_after_another_one_died_hears_of_it() -> None:
     node.do(e.RankLoaded(0, 4, None))
     (refused,) = [message for _, message in node.sent if isinstance(message, Refused)]
     assert isinstance(refused.error(), Error)
+
+
+def test_ranks_that_loaded_different_versions_do_not_begin() -> None:
+    """Rank 0 had its answer from the keeper before; now that version is damaged, and rank 1 gets the older one."""
+    node = Node(ranks=2)
+    node.start()
+    for step in (0, 1):
+        node.snapshot(step)
+    for index in range(2):
+        node.do(e.ProcessDied(100 + index))
+    for index in range(2):
+        node.register(index, pid=200 + index, known=False)
+    node.seal()
+    node.do(e.RestoreWanted(0, 2))
+    (answer,) = [message for _, message in node.sent if isinstance(message, RestoreFrom) and message.version]
+    assert answer.version is not None
+    assert answer.version.step == 1
+    (slot,) = [i for i, (_, version) in enumerate(node.own(1).slots) if version and version.step == 1]
+    node.own(1).slots[slot] = ("free", None)  # its header does not survive
+    node.replace_keeper()
+    for index in range(2):
+        node.register(index, pid=200 + index)
+    node.seal()
+    node.sent.clear()
+    node.do(e.RankLoaded(0, 4, 1))
+    node.do(e.RestoreWanted(1, 2))
+    (other,) = [message for _, message in node.sent if isinstance(message, RestoreFrom)]
+    assert other.version is not None
+    assert other.version.step == 0
+    node.do(e.RankLoaded(1, 4, 0))
+    refused = [conn for conn, message in node.sent if isinstance(message, Refused)]
+    assert refused == [0]
+    assert not [message for _, message in node.sent if isinstance(message, Done)]
 
 
 def test_a_complete_version_is_told_again_to_a_rank_that_did_not_hear_it() -> None:

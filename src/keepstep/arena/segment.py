@@ -123,9 +123,9 @@ class Segment:
             done += os.pwrite(self.fd, data[done:], offset + done)
 
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1  # first: another thread must not use a number that is somebody else's by then
+        if fd >= 0:
+            os.close(fd)
 
 
 def _refuse_bad_memory(error: OSError, offset: int) -> None:

@@ -69,8 +69,12 @@ class Connection:
                 sent = self.sock.sendmsg([frame], ancillary)
             except BlockingIOError:
                 return
+            except (BrokenPipeError, ConnectionResetError):
+                # It has hung up, but its last words (Goodbye) may still lie unread: reading ends the connection.
+                self._discard()
+                return
             except OSError as error:
-                raise FrameError(f"the peer is gone: {error.strerror}") from error
+                raise FrameError(f"nothing can be sent: {error.strerror}") from error
             _close_all(fds)
             self._queued_bytes -= sent
             if sent < len(frame):
@@ -78,11 +82,15 @@ class Connection:
                 return
             self._queue.popleft()
 
-    def close(self) -> None:
-        self._reader.close()
+    def _discard(self) -> None:
         for _, fds in self._queue:
             _close_all(fds)
         self._queue.clear()
+        self._queued_bytes = 0
+
+    def close(self) -> None:
+        self._reader.close()
+        self._discard()
         with contextlib.suppress(OSError):
             self.sock.close()
 

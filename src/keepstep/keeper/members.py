@@ -202,8 +202,8 @@ def _join(node: Node, event: e.TrainerRegisters) -> None:
     node.members[register.local_index] = member
     node.strangers.pop(event.pid, None)
     node.coordinator.every, node.coordinator.num_slots = register.every, register.slots
-    arena = node.arena_of(register.local_index)
-    if register.rejoin and arena is not None:
+    arena = node.arenas.get(register.arena_id) or node.arena_of(register.local_index)
+    if register.rejoin and arena is not None and arena.local_index == register.local_index:
         member.arena_id = arena.arena_id
     node.count("registrations")
     node.do(e.Send(event.conn, Registered(node.incarnation, register.ticket)))

@@ -42,6 +42,7 @@ def decide(node: Node) -> None:
     node.write_ledger()
     node.log("info", "restore decided", plan=list(node.decision.reasons), failure=node.decision.failure)
     _answer(node)
+    _refuse_other_versions(node)
     snapshots.advance(node)
 
 
@@ -130,7 +131,24 @@ def loaded(node: Node, event: e.RankLoaded) -> None:
         member.arena_id = arena.arena_id
     member.loaded = True
     node.loaded_requests.append(event)
+    _refuse_other_versions(node)
     snapshots.advance(node)
+
+
+def _refuse_other_versions(node: Node) -> None:
+    """A rank may have loaded what a keeper before this one decided, and another rank what this one does."""
+    if node.decision is None or node.state != SERVING:
+        return
+    version = node.decision.version
+    for request in list(node.loaded_requests):
+        if request.step is None or (version is not None and request.step == version.step):
+            continue
+        node.loaded_requests.remove(request)
+        text = f"step {request.step} was restored here, and {version or 'nothing'} was decided for all since"
+        node.refuse(request.conn, request.ticket, RecoveryError(text, hint="the launcher restarts the job"))
+        member = node.member_of(request.conn)
+        if member is not None:
+            member.loaded = False
 
 
 def fail_loading(node: Node, error: Error) -> None:

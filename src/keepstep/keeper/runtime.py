@@ -267,7 +267,7 @@ class Keeper:
         for effect in self.core.handle(event, time.monotonic()):
             try:
                 _EFFECTS[type(effect)](self, effect)
-            except (OSError, Error):  # pages are written again at the next tick; the effects behind it count too
+            except Exception:  # pages are written again at the next tick; the effects behind it count too
                 log.exception("an effect failed", extra={"effect": type(effect).__name__})
 
     def _read_progress(self) -> None:
@@ -313,8 +313,14 @@ class Keeper:
         if connection is None:  # its trainer went away meanwhile
             result.close()
             return
+        try:
+            described = work.describe(result)
+        except (OSError, Error) as error:
+            result.close()
+            self.send(connection, Refused("KeeperError", f"the new arena cannot be read: {error}", "", wanted.ticket))
+            return
         self.arenas[result.arena_id] = result
-        self.handle(work.describe(result))
+        self.handle(described)
         size = result.segment.size_bytes
         self.send(connection, ArenaGiven(result.arena_id, size, True, wanted.ticket), [result.segment.fd])
         self.offer_holds()

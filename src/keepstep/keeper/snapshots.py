@@ -216,9 +216,10 @@ def drop_old_arenas(node: Node) -> None:
     """An arena that was replaced goes when none of its versions is needed any more."""
     retain = node.coordinator.retain
     for arena in list(node.arenas.values()):
-        current = node.arena_of(arena.local_index)
-        replaced = arena.evidence or (current is not None and current.arena_id != arena.arena_id)
+        current, member = node.arena_of(arena.local_index), node.members.get(arena.local_index)
+        used = member.arena_id if member is not None and member.arena_id else current.arena_id if current else ""
+        replaced = arena.evidence or used not in ("", arena.arena_id)
         busy = any(s.version in retain or s.state in (GRANTED, COMMITTED) for s in arena.slots)
         if replaced and not busy:
             del node.arenas[arena.arena_id]
-            node.do(e.DropArena(arena.arena_id, "replaced by a larger one"))
+            node.do(e.DropArena(arena.arena_id, "its rank writes another one"))

@@ -60,6 +60,8 @@ class Listeners:
 
     complete: Callable[[Complete], None]
     voided: Callable[[Voided], None]
+    arena_refused: Callable[[], None] = lambda: None
+    """the memory that this trainer writes was not taken back by the new keeper"""
 
 
 class Link:
@@ -82,6 +84,7 @@ class Link:
         self._last_word: Committed | Void | None = None
         self._held: dict[str, int] = {}
         self.progress: Callable[[], int] = lambda: -1
+        self.arena_id: Callable[[], str] = lambda: ""
         self.incarnation = self._connect()
         _links.add(self)
 
@@ -171,8 +174,10 @@ class Link:
             client = self._dial()
         rejoin = self.ready
         try:
-            self._give_back(client)
-            register = msgspec.structs.replace(self._register, rejoin=rejoin, progress=self.progress())
+            refused = self._give_back(client)
+            register = msgspec.structs.replace(
+                self._register, rejoin=rejoin, progress=self.progress(), arena_id=self.arena_id()
+            )
             answer, _ = client.request(register, Registered, timeout_s=self._fence_timeout_s)
         except BaseException as error:
             self._refused = isinstance(error, Error) and not (client.lost or isinstance(error, NoAnswerError))
@@ -191,6 +196,8 @@ class Link:
         word = self._last_word
         if rejoin and word is not None:
             client.post(word)
+        if rejoin and self.arena_id() in refused:
+            self._listeners.arena_refused()
         return answer.incarnation
 
     @property
@@ -200,7 +207,9 @@ class Link:
     def _dial(self) -> KeeperClient:
         return KeeperClient(self.identity, "trainer", on_push=self._pushed, on_lost=self._lost)
 
-    def _give_back(self, client: KeeperClient) -> None:
+    def _give_back(self, client: KeeperClient) -> set[str]:
+        """Returns what was refused."""
+        refused: set[str] = set()
         held = list(self._held.items())
         for start in range(0, len(held), GIVE_BACK_BATCH):
             batch = held[start : start + GIVE_BACK_BATCH]
@@ -208,8 +217,10 @@ class Link:
                 GiveBack([arena_id for arena_id, _ in batch]), Adopted,
                 timeout_s=self.config.keeper.request_s, fds=[fd for _, fd in batch],
             )  # fmt: skip
+            refused.update(answer.refused)
             for arena_id, reason in answer.refused.items():
                 log.error("the keeper refused arena %s: %s", arena_id, reason)
+        return refused
 
     def hold(self, arena_id: str, fd: int) -> None:
         """Keep a duplicate of this rank's own memory, whether or not the keeper lives to ask for it."""

@@ -115,6 +115,19 @@ class Memory:
             self.get_behind(sizing.larger(need, times=self._times_grown), before=before, after=lambda: None)
             self._times_grown += 1
 
+    @property
+    def arena_id(self) -> str:
+        view = self.view
+        return view.arena.arena_id if view is not None else ""
+
+    def replace(self, *, before: Callable[[], object]) -> None:
+        """Another arena of the same size: the keeper does not take this one back."""
+        view = self.view
+        if view is not None:
+            header = view.arena.header
+            need = ArenaNeed(header.layout_capacity, header.values_capacity, header.payload_capacity)
+            self.get_behind(need, before=before, after=lambda: None)
+
     def note_progress(self, step: int) -> None:
         """Tell the keeper, through the arena, how far this rank has come."""
         self._step = step

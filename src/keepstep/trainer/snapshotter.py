@@ -67,7 +67,7 @@ class Snapshotter:
         key = f"{os.getpid()}:{self._identity.key}"
         if key in _open_here:
             raise ConfigError("another Snapshotter of this run is open in this process", hint="close() it first")
-        listeners = Listeners(self._on_complete, self._on_voided)
+        listeners = Listeners(self._on_complete, self._on_voided, self._on_arena_refused)
         self._link = Link(self._identity, self.config, registration(self.config, self._place), listeners)
         self._link.progress = lambda: self._progress
         _open_here.add(key)
@@ -80,12 +80,14 @@ class Snapshotter:
         self._reader = Reader(self._items, rng=self.config.rng, grads=self.config.grads)
         self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
         self._memory = Memory(self._link, self.config.arena)
+        self._link.arena_id = lambda: self._memory.arena_id
         self._plan: CopyPlan | None = None
         self._signatures: list[tuple[Any, ...]] = []
         self._pending: dict[Version, PendingSnapshot] = {}
         self._changing = threading.Lock()
         self._progress = -1
-        self._used_serial = -1
+        self._used = ("", -1)
+        """the arena and serial of the last grant that was used"""
         self._warned: set[str] = set()
         self._closed = False
 
@@ -224,11 +226,12 @@ class Snapshotter:
         grant = view.arena.grant()
         if grant is None or grant.incarnation != self._link.incarnation:
             return "not granted yet: the keeper waits for all ranks" if self._link.up else self._no_keeper()
-        if grant.serial <= self._used_serial:
+        arena_id = view.arena.arena_id
+        if self._used[0] == arena_id and grant.serial <= self._used[1]:
             return "not granted: the last snapshot is still being sealed" if self._link.up else self._no_keeper()
         if step < grant.step:
             return f"not granted: the next snapshot is at step {grant.step}"
-        self._used_serial = grant.serial
+        self._used = (arena_id, grant.serial)
         return grant
 
     def _no_keeper(self) -> str:
@@ -292,6 +295,9 @@ class Snapshotter:
 
     def _on_complete(self, message: Complete) -> None:
         self._resolve(message.version, Survives.PROCESS, "")
+
+    def _on_arena_refused(self) -> None:
+        self._memory.replace(before=lambda: self._capture.drain(timeout_s=600))
 
     def _on_voided(self, message: Voided) -> None:
         view = self._memory.view
