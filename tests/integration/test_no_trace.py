@@ -19,6 +19,7 @@ import keepstep
 from keepstep.testing.run import LocalRun, alive, wait_until
 
 TRAINER = Path(__file__).with_name("trainer.py")
+LAUNCHER = "import subprocess,sys,time; subprocess.run(sys.argv[1:]); time.sleep(60)"
 
 
 @pytest.fixture
@@ -79,8 +80,7 @@ def test_after_a_kill_the_state_is_kept_for_the_lease_and_then_nothing_is_left(r
 
 def test_the_lease_does_not_run_while_the_launcher_lives(run: LocalRun) -> None:
     launcher = subprocess.Popen(
-        [sys.executable, "-c", "import subprocess,sys,time; subprocess.run(sys.argv[1:]); time.sleep(60)"]
-        + [sys.executable, str(TRAINER), "1000"],
+        [sys.executable, "-c", LAUNCHER, sys.executable, str(TRAINER), "1000"],
         env={**os.environ, **run.environ, "KEEPSTEP_KEEPER_LEASE_S": "1", "TORCHELASTIC_RUN_ID": "x"},
         stdout=subprocess.PIPE,
         text=True,
@@ -150,4 +150,3 @@ def test_closing_and_opening_again_leaks_neither_descriptors_nor_threads(run: Lo
         snapshots.close(finished=False)
         counts.append((descriptors(), threading.active_count()))
     assert counts[1] == counts[-1], counts
-

@@ -1,4 +1,4 @@
-"""Containers: a /dev/shm of one mebibyte does not matter, a cgroup that is too small is one clear error before step 0."""
+"""Containers: a /dev/shm of one mebibyte does not matter, a cgroup too small is one clear error before step 0."""
 
 from __future__ import annotations
 

@@ -27,14 +27,20 @@ def test_the_last_word_of_a_peer_that_hung_up_is_heard_though_something_was_stil
         connection.close()
 
 
+def say_twice(connection: Connection, message: StatusIs) -> None:
+    connection.queue(message)
+    connection.queue(message)
+
+
 def test_a_peer_that_does_not_read_is_cut_off() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     connection = Connection(1, ours)
     message = StatusIs(json=bytes(1 << 19))
     try:
+        for _ in range(MAX_QUEUED_BYTES // (1 << 19) - 1):
+            connection.queue(message)
         with pytest.raises(FrameError, match="does not read"):
-            for _ in range(2 + MAX_QUEUED_BYTES // (1 << 18)):
-                connection.queue(message)
+            say_twice(connection, message)
     finally:
         connection.close()
         theirs.close()
