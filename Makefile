@@ -24,7 +24,7 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest -m "not chaos and not gpu"
 
 chaos: $(STAMP)
-	$(BIN)/python -m pytest -m chaos tests/chaos
+	$(BIN)/python -m pytest -m chaos
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_take.py --out benchmarks/results/take.json

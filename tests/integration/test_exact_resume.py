@@ -269,7 +269,6 @@ def test_many_kills_anywhere_leave_no_difference(seed: int, server: Server, plac
     run_trial(Trial(f"simple:kind={kind},schedule=cosine{options}", kills, steps=60, rush=rush), server, places)
 
 
-@pytest.mark.xfail(reason="the Snapshotter does not tell the fence about its modules yet", strict=False)
 def test_embedding_that_is_written_in_forward_is_not_copied_behind_take(server: Server, places: list[Place]) -> None:
     """max_norm rescales rows of the weight in the forward pass: no optimizer's hook tells, and few bytes change."""
     run_trial(Trial("normed", "3:take 6:take 8:step", rush=True), server, places)

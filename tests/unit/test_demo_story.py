@@ -94,15 +94,12 @@ def test_lines_of_the_example_are_understood_and_unknown_fields_ignored() -> Non
 
 def test_a_first_start_is_not_a_restart() -> None:
     run = observed(started(11, 12))
-    assert run.pids == [11, 12]
-    assert run.settled
-    assert run.unprovoked == 0
+    assert (run.pids, run.settled, run.unprovoked) == ([11, 12], True, 0)
 
 
 def test_a_restart_without_a_failure_of_ours_is_unprovoked() -> None:
     run = observed(started(1, 2), step(0, time=1.0), started(3, 4))
-    assert run.unprovoked == 1
-    assert run.pids == [3, 4]
+    assert (run.pids, run.unprovoked) == ([3, 4], 1)
 
 
 def test_an_outcome_is_completed_by_the_first_step_after_the_restart() -> None:
@@ -249,8 +246,7 @@ def test_each_difference_is_told_and_fails_the_demo(
     calm, struck = calm_run(), struck_run()
     tamper(struck)
     judgement = judge(calm, struck)
-    assert judgement.differences == [sentence]
-    assert judgement.exit_code == 1
+    assert (judgement.differences, judgement.exit_code) == ([sentence], 1)
     text = told(calm, struck, judgement, out=tmp_path)
     assert sentence in text
     assert VERDICT not in text
@@ -261,8 +257,7 @@ def test_a_keeper_left_behind_fails_the_demo_although_nothing_differs(left_by: s
     runs = {"calm": calm_run(), "struck": struck_run()}
     runs[left_by].leftovers = ["4711 python -m keepstep.keeper"]
     judgement = judge(**runs)
-    assert judgement.verdict == "something was left behind"
-    assert judgement.differences == []
+    assert (judgement.verdict, judgement.differences) == ("something was left behind", [])
     assert judgement.exit_code == 1
     text = told(**runs, judgement=judgement, out=tmp_path)
     assert "left behind, and ended by the demo: 4711 python -m keepstep.keeper" in text

@@ -8,6 +8,7 @@ stored as its contiguous values, and has to be materialised at `take`.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +72,32 @@ def build(tensors: list[torch.Tensor], paths: dict[int, str]) -> Blocks:
     return Blocks(layout, tuple(blocks))
 
 
-def signature(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What must stay the same for a cached layout and its sources to be valid."""
-    if type(tensor) is DTensor:
-        tensor = tensor._local_tensor
+class Signature:
+    """What must stay the same for a cached layout and its sources to be valid: objects, addresses, geometry.
+
+    Holds on to the tensors, and so to their storages: an address cannot be given to another tensor meanwhile.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._locals = [t._local_tensor if type(t) is DTensor else t for t in tensors]
+        self._places = [(t.data_ptr(), t.shape) for t in self._locals]
+        self._full = [_signature(t) for t in self._locals]
+
+    def matches(self, tensors: list[torch.Tensor]) -> bool:
+        """The same objects, at the same addresses, with the same shapes; or others over the same bytes."""
+        if len(tensors) != len(self._tensors):
+            return False
+        if all(map(operator.is_, tensors, self._tensors)):
+            return [(t.data_ptr(), t.shape) for t in self._locals] == self._places
+        locals_ = [t._local_tensor if type(t) is DTensor else t for t in tensors]
+        if [_signature(t) for t in locals_] != self._full:
+            return False
+        self._tensors, self._locals = tensors, locals_  # recognised at a glance the next time
+        return True
+
+
+def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
     try:
         place = tensor.data_ptr(), tensor.stride()
     except RuntimeError:  # no plain bytes: refused by path when the layout is made

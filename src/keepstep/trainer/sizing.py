@@ -52,6 +52,12 @@ def missing_state(optimizers: list[torch.optim.Optimizer]) -> list[int]:
     return sizes
 
 
+def missing_grads(optimizers: list[torch.optim.Optimizer]) -> list[int]:
+    """Sizes of the gradients that are not there yet."""
+    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return [local_part(p, "parameter").nbytes for p in parameters if p.requires_grad and p.grad is None]
+
+
 def _predict(optimizer: torch.optim.Optimizer, group: dict[str, Any], waiting: list[torch.Tensor]) -> list[int]:
     made = {dtype: _step_tiny(optimizer, group, dtype) for dtype in {parameter.dtype for parameter in waiting}}
     sizes = []

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from keepstep import layout as layouts
-from keepstep.arena.header import Grant
+from keepstep.arena.header import INEXACT, Grant
 from keepstep.arena.segment import Mapping as SegmentMap
 from keepstep.arena.slots import Arena
 from keepstep.config import Config, resolve
@@ -73,7 +73,7 @@ class Snapshotter:
         _open_here.add(key)
         self._key = key
         optimizers = [(item.path, unwrap_optimizer(item.thing)) for item in self._items.of(OPTIMIZER)]
-        self._fence = Fence(optimizers)
+        self._fence = Fence(optimizers, [item.thing for item in self._items.of(MODULE)])
         self._capture = Capture(
             self._place, self.config.take, self._fence, committed=self._on_committed, voided=self._on_void
         )
@@ -82,7 +82,7 @@ class Snapshotter:
         self._memory = Memory(self._link, self.config.arena)
         self._link.arena_id = lambda: self._memory.arena_id
         self._plan: CopyPlan | None = None
-        self._signatures: list[tuple[Any, ...]] = []
+        self._signature: blocks.Signature | None = None
         self._pending: dict[Version, PendingSnapshot] = {}
         self._changing = threading.Lock()
         self._progress = -1
@@ -163,10 +163,11 @@ class Snapshotter:
     def _foresee(self) -> ArenaNeed:
         """What a snapshot will need, with the optimizer state that is still to come."""
         reading = self._reader.read()
-        self._plan, self._signatures = self._make_plan(reading)
+        self._plan = self._make_plan(reading)
         self._fence.muted = True
         try:
             missing = sizing.missing_state(self._items.optimizers)
+            missing += sizing.missing_grads(self._items.optimizers) if self.config.grads else []
         finally:
             self._fence.muted = False
         return sizing.need_of(self._plan, len(reading.values), missing)
@@ -254,15 +255,14 @@ class Snapshotter:
 
     def _current_plan(self, reading: Reading) -> CopyPlan:
         """The cached plan while every tensor is where and what it was; a new one otherwise."""
-        signatures = [blocks.signature(tensor) for tensor in reading.tensors]
-        if self._plan is None or signatures != self._signatures:
-            self._plan, self._signatures = self._make_plan(reading)
+        if self._plan is None or self._signature is None or not self._signature.matches(reading.tensors):
+            self._plan = self._make_plan(reading)
         return self._plan
 
-    def _make_plan(self, reading: Reading) -> tuple[CopyPlan, list[tuple[Any, ...]]]:
+    def _make_plan(self, reading: Reading) -> CopyPlan:
         built = blocks.build(reading.tensors, reading.paths())
-        plan = plan_copies(built, self._fence.watched, self.config.take.small_bytes)
-        return plan, [blocks.signature(tensor) for tensor in reading.tensors]
+        self._signature = blocks.Signature(reading.tensors)
+        return plan_copies(built, self._fence.watched, self.config.take.small_bytes)
 
     def _is_inexact(self, stepped: bool) -> bool:
         """Between accumulation steps gradients are part of the state, and they are not in the snapshot."""
@@ -330,7 +330,7 @@ class Snapshotter:
         self._fence.close()
         self._link.close(finished=finished)
         self._memory.close()
-        self._plan = None
+        self._plan = self._signature = None
         _open_here.discard(self._key)
         for pending in self._pending.values():
             pending._resolve(Survives.NOTHING, final=True, reason="closed before it was complete")
@@ -358,6 +358,10 @@ def _read_snapshot(view: ArenaView, answer: RestoreFrom) -> Saved:
     sealed = view.arena.sealed(answer.slot)
     if sealed is None or sealed.version != answer.version:
         raise IntegrityError(f"slot {answer.slot} changed after it was verified")
+    if sealed.trainer.flags & INEXACT:
+        log.warning(
+            "%s was taken between accumulation steps, without gradients: this resume is not exact", answer.version
+        )
     layout_span, values_span, _ = view.arena.used_spans(answer.slot, sealed.trainer)
     encoded = view.arena.segment.read(layout_span.offset, layout_span.size_bytes)
     layout = layouts.decode(encoded, payload_bytes=sealed.trainer.payload_bytes)
