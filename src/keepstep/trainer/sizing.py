@@ -59,6 +59,8 @@ def missing_grads(optimizers: list[torch.optim.Optimizer]) -> list[int]:
 
 
 def _predict(optimizer: torch.optim.Optimizer, group: dict[str, Any], waiting: list[torch.Tensor]) -> list[int]:
+    if "history_size" in group:
+        return _predict_history(group, waiting)
     made = {dtype: _step_tiny(optimizer, group, dtype) for dtype in {parameter.dtype for parameter in waiting}}
     sizes = []
     for parameter in waiting:
@@ -66,6 +68,13 @@ def _predict(optimizer: torch.optim.Optimizer, group: dict[str, Any], waiting: l
         for shape, item_bytes in made[parameter.dtype]:
             sizes.append(local.numel() * item_bytes if shape == TINY else item_bytes)
     return sizes
+
+
+def _predict_history(group: dict[str, Any], waiting: list[torch.Tensor]) -> list[int]:
+    """LBFGS keeps flat vectors of all parameters: two and a scalar per step of its history, and a few more."""
+    flat = sum(local_part(parameter, "parameter").nbytes for parameter in waiting)
+    history = int(group["history_size"])
+    return [flat] * (2 * history + 4) + [8] * (2 * history + 4)
 
 
 def _step_tiny(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> list[tuple[Any, int]]:
