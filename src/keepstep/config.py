@@ -24,7 +24,7 @@ ENV_PREFIX = "KEEPSTEP_"
 CONFIG_FILE = "keepstep.toml"
 
 # Names that start with the prefix and are not settings of Config: what processes of a node hand each other.
-HANDED_DOWN = frozenset({"INCARNATION", "CONFIG_FILE", "SOCKET", "SECRET_FILE", "ADDRESS", "FAILURE_DOMAIN"})
+HANDED_DOWN = frozenset({"INCARNATION", "CONFIG_FILE", "SOCKET"})
 IGNORED_PREFIXES = ("BENCH_", "TEST_", "DEMO_")
 
 
@@ -90,13 +90,65 @@ class KeeperConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParityConfig(_Section):
+    """What protects the state against the loss of whole nodes."""
+
+    losses: int = 1
+    """Nodes of a group that may be lost at once (m), 0 to 4. One node alone has no group, whatever this says."""
+    group_size: int = 8
+    """Nodes that protect each other, at most; groups of one job differ by at most one node."""
+    replicated: str = "full"
+    """State that is the same on several nodes: `full` keeps all of it on each, `share` S/(n-m) on each."""
+    threads: int = 2
+    """Threads that encode and rebuild."""
+    deadline_s: float = 30.0
+    """An exchange that makes no progress for this long is abandoned; the newest version is next."""
+    stall_s: float = 60.0
+    """Unprotected for this long with no slot free: snapshots go on without waiting for protection (`exposed`)."""
+    inventory_s: float = 20.0
+    """How long a restore waits for a keeper of the incarnation before that does not answer and is not known dead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeersConfig(_Section):
+    """How keepers reach each other."""
+
+    address: str = ""
+    """Address or interface (`eth0`) that peers reach. Default: the one that leads to the coordinator."""
+    port: int = 0
+    """Port to listen on. 0: any."""
+    streams: int = 2
+    """Connections for bytes, per peer and direction."""
+    rate_bytes_s: int = 0
+    """Cap for what this node receives and sends, each way, so that training keeps the network. 0: no cap."""
+    window_bytes: int = 268435456
+    """Memory for chunks in flight."""
+    timeout_s: float = 10.0
+    """A connection that moves no byte for this long is given up (TCP_USER_TIMEOUT and a progress deadline)."""
+    dead_s: float = 3.0
+    """A peer that is silent for this long is reported as away."""
+    tls_cert: str = ""
+    """Certificate of this node for TLS 1.3 between keepers; with tls_key and tls_ca, or none of the three."""
+    tls_key: str = ""
+    """Its private key."""
+    tls_ca: str = ""
+    """The authority that signed the peers' certificates."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchConfig(_Section):
-    """How often a job may be restarted under `--rdzv-backend=keepstep`."""
+    """Rounds under `--rdzv-backend=keepstep`: how often a job may be restarted, and when a node is dead."""
 
     restarts: int = 20
     """Restarts allowed within `window_s`; one more ends the job. A window, not a total: jobs run for weeks."""
     window_s: float = 3600.0
     """The window of that budget."""
+    dead_s: float = 3.0
+    """A node is dead when its agent was not heard for this long and its keeper does not answer."""
+    settle_s: float = 30.0
+    """How long a round stands before it is ended to let one more node in. The dead are not waited for."""
+    store_s: float = 30.0
+    """An agent without workers waits this long for a rendezvous store that does not answer, then gives up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +163,14 @@ class Config(_Section):
     """Where sockets live. Default: under XDG_RUNTIME_DIR, else /tmp; mode 0700."""
     every: int = 1
     """`take` acts on steps that are multiples of this."""
+    secret_file: str = ""
+    """The job's secret, one file for all nodes. Default: drawn per run and passed through the rendezvous store."""
+    failure_domain: str = ""
+    """What fails together with this node (rack, switch): groups are spread over domains."""
+    address: str = ""
+    """Short for peers.address."""
+    replicated: str = ""
+    """Paths (comma separated prefixes) that are the same on all ranks although nothing in torch says so."""
     rng: bool = True
     """Capture and restore the random states of python, numpy, torch and every CUDA device."""
     grads: bool = False
@@ -123,6 +183,10 @@ class Config(_Section):
     """The keeper."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     """Restarts."""
+    parity: ParityConfig = field(default_factory=ParityConfig)
+    """Protection across nodes."""
+    peers: PeersConfig = field(default_factory=PeersConfig)
+    """The network between keepers."""
 
 
 def resolve(
@@ -291,8 +355,23 @@ _RANGES: Mapping[str, tuple[float, float]] = types.MappingProxyType(
         "keeper.request_s": (1, 3600),
         "keeper.restore_s": (1, 86400),
         "keeper.seal_threads": (1, 64),
+        "parity.losses": (0, 4),
+        "parity.group_size": (2, 36),
+        "parity.threads": (1, 64),
+        "parity.deadline_s": (0.1, 86400),
+        "parity.stall_s": (0.1, 86400),
+        "parity.inventory_s": (0.1, 3600),
+        "peers.port": (0, 65535),
+        "peers.streams": (1, 16),
+        "peers.rate_bytes_s": (0, 2**62),
+        "peers.window_bytes": (1 << 24, 2**40),
+        "peers.timeout_s": (0.1, 3600),
+        "peers.dead_s": (0.1, 3600),
         "launch.restarts": (0, 2**31),
         "launch.window_s": (1, 30 * 86400),
+        "launch.dead_s": (0.5, 3600),
+        "launch.settle_s": (0, 86400),
+        "launch.store_s": (1, 86400),
     }
 )
 
@@ -308,5 +387,10 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
             low, high = _RANGES[name]
             if not low <= value <= high:
                 raise ConfigError(f"{found} is out of range", hint=f"{low} to {high}")
+    if config.parity.replicated not in ("full", "share"):
+        raise ConfigError(f"parity.replicated = {config.parity.replicated!r} is not known", hint="full or share")
+    tls = (config.peers.tls_cert, config.peers.tls_key, config.peers.tls_ca)
+    if any(tls) and not all(tls):
+        raise ConfigError("peers.tls_cert, tls_key and tls_ca go together", hint="set all three, or none")
     if config.keeper.log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"keeper.log_level = {config.keeper.log_level!r} is not a level", hint="INFO")

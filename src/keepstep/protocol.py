@@ -94,6 +94,50 @@ class LauncherHello(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0
 
 
+class NodeCard(msgspec.Struct, frozen=True):
+    """Who a node's keeper is and where its peers reach it."""
+
+    node_id: str
+    instance: str
+    """of the keeper: a node that comes back with empty memory has the same id and another instance"""
+    address: str
+    port: int
+    domain: str = ""
+    """what fails together, for example the rack"""
+
+
+class WantCard(msgspec.Struct, frozen=True, tag=True):
+    """A launcher (or, under another launcher, the first trainer of a node) asks who this keeper is."""
+
+    ticket: int = 0
+
+
+class CardIs(msgspec.Struct, frozen=True, tag=True):
+    card: NodeCard
+    largest_number: int
+    members: list[NodeCard]
+    """of the last incarnation this keeper was a member of, by position; empty: it never was"""
+    members_number: int = 0
+    """the number of that incarnation"""
+    holds_state: bool = False
+    ticket: int = 0
+    secret: bytes = b""
+    """what the keepers of this run authenticate each other with, if this one has been told"""
+
+
+class Membership(msgspec.Struct, frozen=True, tag=True):
+    """The nodes of an incarnation, in the order of their ranks. Answered (Done) once the keeper knows."""
+
+    incarnation: Incarnation
+    nodes: list[NodeCard]
+    node_rank: int
+    secret: bytes
+    """what keepers of this run authenticate each other with"""
+    former: list[NodeCard] = []
+    """keepers of the incarnation before that have no place in this one: they may still hold state"""
+    ticket: int = 0
+
+
 class ArenaNeed(msgspec.Struct, frozen=True):
     """How much room one snapshot of a rank wants."""
 
@@ -162,6 +206,14 @@ class Complete(msgspec.Struct, frozen=True, tag=True):
     """The version is sealed on all ranks."""
 
     version: Version
+    final: bool = True
+    """nothing more will be done for it: this job has no other node that could protect it"""
+
+
+class Protected(msgspec.Struct, frozen=True, tag=True):
+    """The version is protected: it survives the loss of a node."""
+
+    version: Version
 
 
 class Voided(msgspec.Struct, frozen=True, tag=True):
@@ -176,8 +228,21 @@ class WantRestore(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0
 
 
+class StreamSource(msgspec.Struct, frozen=True):
+    """Where the verified bytes of a stream lie, chunk by chunk; how long each is follows from the stream's size."""
+
+    class_id: str
+    fd_index: list[int]
+    """per chunk: which of the descriptors beside the message holds it"""
+    offsets: list[int]
+    """per chunk: where it begins there"""
+
+
 class RestoreFrom(msgspec.Struct, frozen=True, tag=True):
-    """What this rank restores: a verified slot of its arena, or nothing at all."""
+    """What this rank restores: a verified slot of its arena, or nothing at all.
+
+    The first descriptor beside it is the rank's arena; the others are what `streams` points into.
+    """
 
     version: Version | None
     arena_id: str
@@ -186,6 +251,9 @@ class RestoreFrom(msgspec.Struct, frozen=True, tag=True):
     plan: list[str]
     """the reasons, one sentence each"""
     ticket: int = 0
+    source: str = "memory"
+    """memory or parity: where this rank's bytes came from"""
+    streams: list[StreamSource] = []
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -255,8 +323,9 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    Hello | Welcome | Refused | Register | Registered | LauncherHello | WantArena | ArenaGiven | Hold | Held | GiveBack
-    | Adopted | Committed | Void | Complete | Voided | WantRestore | RestoreFrom | Loaded | Ending | Goodbye
+    Hello | Welcome | Refused | Register | Registered | LauncherHello | WantCard | CardIs | Membership
+    | WantArena | ArenaGiven | Hold | Held | GiveBack
+    | Adopted | Committed | Void | Complete | Protected | Voided | WantRestore | RestoreFrom | Loaded | Ending | Goodbye
     | WantStatus | StatusIs | WantVerify | Verified | WantArenas | Release | Done
 )  # fmt: skip
 

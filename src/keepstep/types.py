@@ -98,6 +98,14 @@ class RankStatus(msgspec.Struct, frozen=True):
     slots: list[SlotStatus]
 
 
+class PeerStatus(msgspec.Struct, frozen=True):
+    """A member of this node's group."""
+
+    node_id: str
+    position: int
+    up: bool
+
+
 class KeeperStatus(msgspec.Struct, frozen=True):
     pid: int
     instance: str
@@ -130,4 +138,18 @@ class Status(msgspec.Struct, frozen=True):
     counters: dict[str, float]
     problems: list[str]
     """sentences that a person should read; empty when all is well"""
-    schema: int = 1
+    schema: int = 2
+    protected_step: int | None = None
+    """the newest version that survives the loss of a node"""
+    target_step: int | None = None
+    """the version that is being protected now"""
+    lag_steps: int | None = None
+    """steps that a lost node would cost beyond those that a lost process costs"""
+    num_nodes: int = 1
+    coordinator: str = ""
+    group: list[PeerStatus] = []
+    """the nodes that protect each other, by position; empty: this job has one node"""
+    parity_bytes: int = 0
+    exchange_bytes_s: float = 0.0
+    min_node_period_s: float | None = None
+    """the shortest time in which a version can be protected, by what this node measured"""

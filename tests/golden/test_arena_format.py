@@ -17,7 +17,7 @@ from keepstep.arena import header as h
 from keepstep.arena.checksum import seal
 from keepstep.arena.header import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
 from keepstep.arena.slots import Arena, total_bytes
-from keepstep.layout import Entry, Layout, Piece, digest
+from keepstep.layout import Entry, Layout, Piece, Stream, class_id, digest
 from keepstep.types import Incarnation, Version
 
 LIFE = Incarnation(0x0102030405060708, 0x1112131415161718)
@@ -29,18 +29,18 @@ SEQUENCE_HEX = "0809000000000000"
 TRAINER = TrainerHeader(
     state=h.COMMITTED, rank=0x21222324, world_size=0x31323334, local_index=3, local_world_size=8, flags=h.INEXACT,
     version=Version(LIFE, 1000), layout_bytes=0x41, values_bytes=0x4243, payload_bytes=0x444546,
-    layout_digest=bytes(range(0x50, 0x60)), written_at=1700000000.5,
+    layout_digest=bytes(range(0x50, 0x60)), written_at=1700000000.5, shared_offset=0x444540,
 )  # fmt: skip
 TRAINER_HEX = (
     "4b53545241494e52"  # KSTRAINR
     + SEQUENCE_HEX
     + "02000000" "24232221" "34333231" "03000000" "08000000" "01000000"
     + LIFE_HEX + "e803000000000000"
-    + "4100000000000000" "4342000000000000" "4645440000000000"
+    + "4100000000000000" "4342000000000000" "4645440000000000" "4045440000000000"
     + "505152535455565758595a5b5c5d5e5f"
     + "00002040fc54d941"
-    + "00" * 136
-    + "1f67fa93d3762909"
+    + "00" * 128
+    + "fba9ca8821839d88"
 )  # fmt: skip
 
 KEEPER = KeeperHeader(
@@ -99,7 +99,7 @@ ARENA = ArenaHeader(
 )  # fmt: skip
 ARENA_HEX = (
     "4b534152454e4131"  # KSARENA1
-    + "01000000" "02000000" "03000000" "05000000"
+    + "02000000" "02000000" "03000000" "05000000"
     + "0010000000000000" "0010000000000000" "0010000000000000" "0020000000000000"
     + "0070000000000000" "0040000000000000"
     + "808182838485868788898a8b8c8d8e8f"
@@ -108,7 +108,7 @@ ARENA_HEX = (
     + "72756e2dc3a9" + "00" * 194
     + "6e6f64652061" + "00" * 194
     + "00" * 508
-    + "b105c0524df0a234"
+    + "c0fefcbe00b2fdba"
 )  # fmt: skip
 
 RECORDS = {
@@ -142,27 +142,35 @@ def test_layout_is_encoded_to_exactly_these_bytes() -> None:
 # A whole arena
 
 LAYOUT_HEX = (
-    "92929300189298ac6d6f64656c2e776569676874a7666c6f6174333292020392030100920403920200c398aa6d6f6465"
+    "93929300189298ac6d6f64656c2e776569676874a7666c6f6174333292020392030100920403920200c398aa6d6f6465"
     "6c2e74696564a7666c6f61743332910391010c91039100c29340089198ae6f7074696d697a65722e73746570a5696e74"
-    "36349090009090c293920000920100920001"
+    "36349090009090c294920000920100920001920200919cd9206530666232363034383737633334386633396266353464"
+    "38343464313131643892010592000118919300189198aa6d6f64656c2e62696173a7666c6f6174333291069101009106"
+    "9100c2a466756c6c020000cc80910090"
 )
-ARENA_DIGEST = "47ba22521f554f89b8352303d230b1fb"
+ARENA_DIGEST = "43178540c16ff0d22d62054a04544f32"
 
 
 def tiny_layout() -> Layout:
     weight = Piece("model.weight", "float32", (2, 3), (3, 1), 0, (4, 3), (2, 0), True)
     tied = Piece("model.tied", "float32", (3,), (1,), 12, (3,), (0,), False)
     step = Piece("optimizer.step", "int64", (), (), 0, (), (), False)
-    return Layout((Entry(0, 24, (weight, tied)), Entry(64, 8, (step,))), ((0, 0), (1, 0), (0, 1)))
+    shared = (Entry(0, 24, (Piece("model.bias", "float32", (6,), (1,), 0, (6,), (0,), False),)),)
+    stream = Stream(
+        class_id((1, 5), shared), (1, 5), (0, 1), 24, shared, mode="full", n=2, m=0, turn=0, offset=128, chunks=(0,),
+        parity=(),
+    )  # fmt: skip
+    entries = (Entry(0, 24, (weight, tied)), Entry(64, 8, (step,)))
+    return Layout(entries, ((0, 0), (1, 0), (0, 1), (2, 0)), (stream,))
 
 
 def write_snapshot(arena: Arena, slot: int, step: int) -> None:
     layout, values = tiny_layout().encode(), f"values of step {step}".encode()
-    payload = bytes((step * 31 + i) % 256 for i in range(128))
+    payload = bytes((step * 31 + i) % 256 for i in range(152))
     trainer = TrainerHeader(
         state=h.WRITING, rank=1, world_size=4, local_index=3, local_world_size=4, flags=0,
         version=Version(LIFE, step), layout_bytes=len(layout), values_bytes=len(values), payload_bytes=len(payload),
-        layout_digest=digest(layout), written_at=1700000000.0 + step,
+        layout_digest=digest(layout), written_at=1700000000.0 + step, shared_offset=128,
     )  # fmt: skip
     arena.write_trainer_header(slot, trainer)
     for span, data in ((arena.layout_span, layout), (arena.values_span, values), (arena.payload_span, payload)):
@@ -218,7 +226,7 @@ def stranger_reads_record(page: bytes, kind: bytes) -> tuple[int, bytes] | None:
 def stranger_reads_snapshots(data: bytes) -> dict[int, tuple[bytes, bytes, bytes]]:
     """Step -> (layout, values, payload) of every slot that section 8 of the page calls a snapshot."""
     magic, form, num_slots, local_index = struct.unpack_from("<8sIII", data, 0)
-    assert (magic, form) == (b"KSARENA1", 1)
+    assert (magic, form) == (b"KSARENA1", 2)
     assert struct.unpack_from("<Q", data, 1016)[0] == xxhash.xxh3_64_intdigest(data[0:1016])
     layout_room, values_room, table_room, payload_room, stride, first = struct.unpack_from("<6Q", data, 24)
     assert stride == 8192 + layout_room + values_room + table_room + payload_room
@@ -236,10 +244,12 @@ def stranger_reads_snapshots(data: bytes) -> dict[int, tuple[bytes, bytes, bytes
         sealed, num_chunks = struct.unpack_from("<II", k, 16)
         if (state, index, sealed) != (2, local_index, 1) or k[24:48] != t[40:64]:
             continue
-        if struct.unpack_from("<Q", k, 48)[0] != sequence or k[56:72] != xxhash.xxh3_128_digest(t[16:112]):
+        if struct.unpack_from("<Q", k, 48)[0] != sequence or k[56:72] != xxhash.xxh3_128_digest(t[16:120]):
             continue
-        sizes = struct.unpack_from("<3Q", t, 64)
-        starts = (at + 8192, at + 8192 + layout_room, at + 8192 + layout_room + values_room + table_room)
+        layout_bytes, values_bytes, payload_bytes, shared = struct.unpack_from("<4Q", t, 64)
+        payload_at = at + 8192 + layout_room + values_room + table_room
+        sizes = (layout_bytes, values_bytes, shared, payload_bytes - shared)
+        starts = (at + 8192, at + 8192 + layout_room, payload_at, payload_at + shared)
         regions = [data[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         chunks = [region[i : i + (4 << 20)] for region in regions for i in range(0, len(region), 4 << 20)]
         table_at = at + 8192 + layout_room + values_room
@@ -247,13 +257,13 @@ def stranger_reads_snapshots(data: bytes) -> dict[int, tuple[bytes, bytes, bytes
         whole_table = len(chunks) == num_chunks and k[72:88] == xxhash.xxh3_128_digest(table)
         if not whole_table or table != b"".join(xxhash.xxh3_128_digest(chunk) for chunk in chunks):
             continue
-        if t[88:104] == xxhash.xxh3_128_digest(regions[0]):
-            snapshots[struct.unpack_from("<q", t, 56)[0]] = (regions[0], regions[1], regions[2])
+        if t[96:112] == xxhash.xxh3_128_digest(regions[0]):
+            snapshots[struct.unpack_from("<q", t, 56)[0]] = (regions[0], regions[1], regions[2] + regions[3])
     return snapshots
 
 
 def test_reader_written_from_the_page_alone_finds_the_sealed_snapshot_and_no_other(tiny: Arena) -> None:
-    payload = bytes((12 * 31 + i) % 256 for i in range(128))
+    payload = bytes((12 * 31 + i) % 256 for i in range(152))
     assert stranger_reads_snapshots(whole(tiny)) == {12: (tiny_layout().encode(), b"values of step 12", payload)}
 
 
@@ -261,7 +271,7 @@ def test_reader_written_from_the_page_alone_refuses_what_ours_refuses(tiny: Aren
     offsets = [
         tiny.slot_offset(0) + 16, tiny.slot_offset(0) + 300, tiny.slot_offset(0) + 4096 + 300,
         tiny.layout_span(0).offset, tiny.values_span(0).offset + 3, tiny.table_span(0).offset + 40,
-        tiny.payload_span(0).offset + 127,
+        tiny.payload_span(0).offset + 127, tiny.payload_span(0).offset + 151,
     ]  # fmt: skip
     accepted = []
     for offset in offsets:
@@ -269,7 +279,7 @@ def test_reader_written_from_the_page_alone_refuses_what_ours_refuses(tiny: Aren
         damaged[offset] ^= 4
         accepted.append(bool(stranger_reads_snapshots(bytes(damaged))))
     # Only the older copy of the trainer header does not matter.
-    assert accepted == [True, False, False, False, False, False, False]
+    assert accepted == [True, False, False, False, False, False, False, False]
 
 
 def test_page_names_every_field_of_every_record() -> None:

@@ -90,7 +90,7 @@ class World:
         if isinstance(effect, e.WriteGrant):
             slot = self.arenas[effect.arena_id].slots[effect.grant.slot]
             whole = slot.sealed == slot.content and not slot.writing and not slot.damaged
-            assert not (whole and slot.sealed in self.core.coordinator.retain), "rule 3"
+            assert not (whole and slot.sealed in self.core.retain), "rule 3"
             self.arenas[effect.arena_id].grant = effect.grant
         elif isinstance(effect, e.WriteLedger):
             for arena in self.arenas.values():

@@ -968,8 +968,8 @@ def _with_checksum(header: bytes) -> bytes:
 
 def test_arena_of_another_format_is_refused(arena: Arena) -> None:
     encoded = bytearray(arena.header.encode())
-    encoded[8] = 2
-    _refuse(_memfd(_with_checksum(bytes(encoded)) + whole(arena)[1024:]), "arena format 2 is not the one")
+    encoded[8] = 1
+    _refuse(_memfd(_with_checksum(bytes(encoded)) + whole(arena)[1024:]), "arena format 1 is not the one")
 
 
 @pytest.mark.parametrize("at", [104, 106])

@@ -156,7 +156,7 @@ class Node:
         for index in range(self.ranks):
             self.commit(index, step, self.write(index, step))
         self.seal()
-        assert self.core.coordinator.complete == self.version(step)
+        assert self.core.kept.complete == self.version(step)
 
     def replace_keeper(self) -> None:
         """The keeper is killed; a new one adopts the arenas."""
@@ -169,14 +169,14 @@ class Node:
         """Snapshots go on: the next takes lead to a complete version, whoever is still copying."""
         for attempt in range(4):
             grants = [self.own(index).grant for index in range(self.ranks)]
-            if all(grant and grant.serial == self.core.coordinator.serial for grant in grants):
-                open_grant = self.core.coordinator.open
+            if all(grant and grant.serial == self.core.grants.serial for grant in grants):
+                open_grant = self.core.grants.open
                 if open_grant and not any(open_grant[-1].resolved_for(i) for i in range(self.ranks)):
                     wanted = max(step, *(g.step for g in grants if g), 0) + attempt
                     self.snapshot(wanted)
                     return
             self.seal()
-        raise AssertionError(f"no grant is given any more: {self.core.coordinator}")
+        raise AssertionError(f"no grant is given any more: {self.core.grants}")
 
 
 def test_a_void_that_is_said_again_does_not_free_the_slot_that_is_being_written() -> None:
@@ -194,7 +194,7 @@ def test_a_void_that_is_said_again_does_not_free_the_slot_that_is_being_written(
     assert grant.step <= 2, "a new grant was given while the trainer writes under the old one"
     node.commit(0, 2, slot)
     node.seal()
-    assert node.core.coordinator.complete == node.version(2)
+    assert node.core.kept.complete == node.version(2)
 
 
 def test_a_commit_that_is_said_again_does_not_count_for_a_newer_grant_of_its_slot() -> None:
@@ -212,11 +212,11 @@ def test_a_commit_that_is_said_again_does_not_count_for_a_newer_grant_of_its_slo
     for index in range(2):
         node.register(index, rejoin=True)
     node.say_committed(0, 1, slot)
-    assert node.core.coordinator.open[0].committed == {}
+    assert node.core.grants.open[0].committed == {}
     node.commit(0, 2, slot)
     node.commit(1, 2, other)
     node.seal()
-    assert node.core.coordinator.complete == node.version(2)
+    assert node.core.kept.complete == node.version(2)
 
 
 def test_a_slot_that_only_one_rank_saw_granted_is_not_given_out_again_before_it_is_resolved() -> None:
@@ -263,7 +263,7 @@ def test_what_a_rank_says_before_the_others_are_back_is_not_forgotten() -> None:
     node.register(1, rejoin=True)
     node.commit(1, 1, slots[1])
     node.seal()
-    assert node.core.coordinator.complete == node.version(1)
+    assert node.core.kept.complete == node.version(1)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -399,7 +399,7 @@ def test_a_trainer_that_never_got_into_its_larger_arena_goes_on_in_the_old_one()
     small.slots[slot] = ("committed", node.version(1))
     node.do(e.SnapshotCommitted(0, small.arena_id, slot, node.version(1)))
     node.seal()
-    assert node.core.coordinator.complete == node.version(1)
+    assert node.core.kept.complete == node.version(1)
     assert list(node.arenas) == [small.arena_id]
     node.works(2)
 

@@ -13,15 +13,15 @@ from collections.abc import Callable
 import xxhash
 
 from keepstep.arena import header as h
-from keepstep.arena.header import KeeperHeader
-from keepstep.arena.slots import CHUNK_BYTES, DIGEST_BYTES, Arena, SealedSlot, Span, trainer_digest
+from keepstep.arena.chunks import Chunk, chunk_spans, read_table
+from keepstep.arena.header import KeeperHeader, TrainerHeader
+from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, trainer_digest
 from keepstep.errors import IntegrityError, KeeperError
 from keepstep.layout import digest
 from keepstep.types import Version
 
 # Read in pieces that stay in the second-level cache between the copy and the hash.
 WINDOW_BYTES = 256 << 10
-REGIONS = ("layout", "values", "payload")
 
 
 def seal(arena: Arena, slot: int, version: Version, *, cancelled: Callable[[], bool] = lambda: False) -> SealedSlot:
@@ -35,10 +35,9 @@ def seal(arena: Arena, slot: int, version: Version, *, cancelled: Callable[[], b
     if arena.sealed(slot) is not None:
         return verify(arena, slot, cancelled=cancelled)
     sequence, trainer = found
-    spans = arena.used_spans(slot, trainer)
-    if digest(arena.segment.read(spans[0].offset, spans[0].size_bytes)) != trainer.layout_digest:
-        raise IntegrityError(f"slot {slot}: the layout does not match its digest")
-    table = _table(arena, spans, cancelled)
+    chunks = chunk_spans(arena, slot, trainer)
+    _check_layout(arena, slot, trainer)
+    table = _table(arena, chunks, cancelled)
     arena.segment.write(arena.table_span(slot).offset, table)
     after = arena.committed(slot)
     if after is None or after[0] != sequence:
@@ -56,34 +55,29 @@ def verify(arena: Arena, slot: int, *, cancelled: Callable[[], bool] = lambda: F
     sealed = arena.sealed(slot)
     if sealed is None:
         raise IntegrityError(f"slot {slot} is not sealed, or its headers are damaged")
-    spans = arena.used_spans(slot, sealed.trainer)
-    counts = [_chunks(span) for span in spans]
-    if sum(counts) != sealed.keeper.num_chunks:
-        raise IntegrityError(f"slot {slot}: {sealed.keeper.num_chunks} checksums for {sum(counts)} chunks")
-    table = arena.segment.read(arena.table_span(slot).offset, sum(counts) * DIGEST_BYTES)
-    if xxhash.xxh3_128_digest(table) != sealed.keeper.table_digest:
-        raise IntegrityError(f"slot {slot}: the checksum table is damaged")
-    actual = _table(arena, spans, cancelled)
+    table = read_table(arena, slot)
+    chunks = chunk_spans(arena, slot, sealed.trainer)
+    actual = _table(arena, chunks, cancelled)
     if actual != table:
-        raise IntegrityError(f"slot {slot}: {_first_difference(actual, table, counts)}")
-    if digest(arena.segment.read(spans[0].offset, spans[0].size_bytes)) != sealed.trainer.layout_digest:
-        raise IntegrityError(f"slot {slot}: the layout does not match its digest")
+        raise IntegrityError(f"slot {slot}: {_first_difference(actual, table, chunks)}")
+    _check_layout(arena, slot, sealed.trainer)
     return sealed
 
 
-def _chunks(span: Span) -> int:
-    return -(-span.size_bytes // CHUNK_BYTES)
+def _check_layout(arena: Arena, slot: int, trainer: TrainerHeader) -> None:
+    span = arena.layout_span(slot)
+    if digest(arena.segment.read(span.offset, trainer.layout_bytes)) != trainer.layout_digest:
+        raise IntegrityError(f"slot {slot}: the layout does not match its digest")
 
 
-def _table(arena: Arena, spans: list[Span], cancelled: Callable[[], bool]) -> bytes:
+def _table(arena: Arena, chunks: list[Chunk], cancelled: Callable[[], bool]) -> bytes:
     buffer = memoryview(bytearray(WINDOW_BYTES))
     table = bytearray()
-    for span in spans:
-        for start in range(span.offset, span.offset + span.size_bytes, CHUNK_BYTES):
-            if cancelled():
-                # Not an IntegrityError: only bytes that fail their check may count against a version.
-                raise KeeperError("given up: the keeper is ending")
-            table += _chunk_digest(arena, start, min(CHUNK_BYTES, span.offset + span.size_bytes - start), buffer)
+    for chunk in chunks:
+        if cancelled():
+            # Not an IntegrityError: only bytes that fail their check may count against a version.
+            raise KeeperError("given up: the keeper is ending")
+        table += _chunk_digest(arena, chunk.span.offset, chunk.span.size_bytes, buffer)
     return bytes(table)
 
 
@@ -96,14 +90,9 @@ def _chunk_digest(arena: Arena, offset: int, size_bytes: int, buffer: memoryview
     return state.digest()
 
 
-def _first_difference(actual: bytes, expected: bytes, counts: list[int]) -> str:
-    chunk = next(
-        i
-        for i in range(len(expected) // DIGEST_BYTES)
-        if actual[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] != expected[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]
-    )
-    for name, count in zip(REGIONS, counts, strict=True):
-        if chunk < count:
-            return f"chunk {chunk} of the {name} does not match its checksum"
-        chunk -= count
+def _first_difference(actual: bytes, expected: bytes, chunks: list[Chunk]) -> str:
+    for index, chunk in enumerate(chunks):
+        own = slice(index * DIGEST_BYTES, (index + 1) * DIGEST_BYTES)
+        if actual[own] != expected[own]:
+            return f"chunk {chunk.index} of the {chunk.region_text} does not match its checksum"
     raise AssertionError("a difference beyond the table")

@@ -24,7 +24,7 @@ from keepstep.errors import IntegrityError
 from keepstep.types import Incarnation, Version
 
 PAGE = 4096
-FORMAT = 1
+FORMAT = 2
 RECORD_BYTES = 256
 _PREFIX = struct.Struct("<8sQ")
 _CHECK = struct.Struct("<Q")
@@ -55,7 +55,7 @@ class TrainerHeader:
     """Whose snapshot a slot holds and how far its writer got. Written by the trainer only."""
 
     KIND: ClassVar[bytes] = b"KSTRAINR"
-    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<IIIIIIQQqQQQ16sd")
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<IIIIIIQQqQQQQ16sd")
 
     state: int
     rank: int
@@ -69,22 +69,29 @@ class TrainerHeader:
     payload_bytes: int
     layout_digest: bytes
     written_at: float
+    shared_offset: int = -1
+    """where in the payload the part begins that other nodes hold too; not given: nowhere, it equals payload_bytes"""
+
+    def __post_init__(self) -> None:
+        if self.shared_offset < 0:
+            object.__setattr__(self, "shared_offset", self.payload_bytes)
 
     def body(self) -> bytes:
         incarnation = self.version.incarnation
         return self._STRUCT.pack(
             self.state, self.rank, self.world_size, self.local_index, self.local_world_size, self.flags,
             incarnation.number, incarnation.nonce, self.version.step,
-            self.layout_bytes, self.values_bytes, self.payload_bytes, self.layout_digest, self.written_at,
+            self.layout_bytes, self.values_bytes, self.payload_bytes, self.shared_offset, self.layout_digest,
+            self.written_at,
         )  # fmt: skip
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        (state, rank, world, index, local_world, flags, number, nonce, step, layout, values, payload, digest, at) = (
+        (state, rank, world, index, local, flags, number, nonce, step, layout, values, payload, shared, digest, at) = (
             cls._STRUCT.unpack_from(body)
         )
         version = Version(Incarnation(number, nonce), step)
-        return cls(state, rank, world, index, local_world, flags, version, layout, values, payload, digest, at)
+        return cls(state, rank, world, index, local, flags, version, layout, values, payload, digest, at, shared)
 
 
 @dataclass(frozen=True)
@@ -144,10 +151,10 @@ class Grant:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a keeper must still know after its own death. Written by the keeper into every arena of its node."""
+    """What a keeper must still know after its own death. Written by the keeper into every memfd of its node."""
 
-    KIND: ClassVar[bytes] = b"KSLEDGER"
-    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQBBQQqQQqq")
+    KIND: ClassVar[bytes] = b"KSLEDGE2"
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQB24s24s24s24s24sQQQQQQQ")
 
     incarnation: Incarnation
     base: Version | None
@@ -155,22 +162,53 @@ class Ledger:
     complete: Version | None
     """the newest version ever sealed on all ranks"""
     serial: int
+    current: Version | None = None
+    """the newest complete version that is kept"""
+    protected: Version | None = None
+    target: Version | None = None
+    protected_by: tuple[int, int, int] = (0, 0, 0)
+    """incarnation number, nonce and attempt of the parity that protects it"""
+    epoch: int = 0
+    """which coordinator's orders these are, how many it had given, and at which attempt it was"""
+    seq: int = 0
+    attempt: int = 0
+    settled: int = 0
+    """the last grant that is over"""
 
     def body(self) -> bytes:
-        none = Version(Incarnation(0, 0), 0)
-        base, complete = self.base or none, self.complete or none
+        versions = (self.base, self.complete, self.current, self.protected, self.target)
+        there = sum((version is not None) << bit for bit, version in enumerate(versions))
         return self._STRUCT.pack(
-            self.incarnation.number, self.incarnation.nonce, self.base is not None, self.complete is not None,
-            base.incarnation.number, base.incarnation.nonce, base.step,
-            complete.incarnation.number, complete.incarnation.nonce, complete.step, self.serial,
+            self.incarnation.number, self.incarnation.nonce, there, *(_pack_version(v) for v in versions),
+            *self.protected_by, self.epoch, self.seq, (self.attempt << 32) | (self.settled & 0xFFFFFFFF), self.serial,
         )  # fmt: skip
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        number, nonce, has_base, has_complete, bn, bx, bs, cn, cx, cs, serial = cls._STRUCT.unpack_from(body)
-        base = Version(Incarnation(bn, bx), bs) if has_base else None
-        complete = Version(Incarnation(cn, cx), cs) if has_complete else None
-        return cls(Incarnation(number, nonce), base, complete, serial)
+        number, nonce, there, *packed, by_number, by_nonce, by_attempt, epoch, seq, both, serial = (
+            cls._STRUCT.unpack_from(body)
+        )
+        base, complete, current, protected, target = (
+            _unpack_version(data) if there >> bit & 1 else None for bit, data in enumerate(packed)
+        )
+        return cls(
+            Incarnation(number, nonce), base, complete, serial, current, protected, target,
+            (by_number, by_nonce, by_attempt), epoch, seq, both >> 32, both & 0xFFFFFFFF,
+        )  # fmt: skip
+
+
+_VERSION = struct.Struct("<QQq")
+
+
+def _pack_version(version: Version | None) -> bytes:
+    if version is None:
+        return bytes(_VERSION.size)
+    return _VERSION.pack(version.incarnation.number, version.incarnation.nonce, version.step)
+
+
+def _unpack_version(data: bytes) -> Version:
+    number, nonce, step = _VERSION.unpack(data)
+    return Version(Incarnation(number, nonce), step)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ Invariants, each with a test in tests/unit/test_arena.py:
     page 0      arena header            page 2   ledger A/B     (keeper)
     page 1      grant A/B  (keeper)     page 3   progress A/B   (trainer)
     then per slot: trainer header page, keeper header page, layout, values, checksum table, payload
+
+What lies in a payload, and which of its bytes a checksum covers, is in chunks.py.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from keepstep.arena import header as h
 from keepstep.arena.header import PAGE, ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
 from keepstep.arena.segment import Segment
 from keepstep.errors import IntegrityError, KeeperError
-from keepstep.layout import align
+from keepstep.layout import ALIGN, align, num_chunks
+from keepstep.layout import CHUNK_BYTES as CHUNK_BYTES
 from keepstep.protocol import ArenaNeed
 from keepstep.types import Version
 
-CHUNK_BYTES = 4 << 20
 DIGEST_BYTES = 16
 GRANT_PAGE, LEDGER_PAGE, PROGRESS_PAGE, FIRST_SLOT = PAGE, 2 * PAGE, 3 * PAGE, 4 * PAGE
 MAX_SLOTS = 4
@@ -59,8 +61,9 @@ class SealedSlot:
         return self.trainer.version
 
 
-def num_chunks(size_bytes: int) -> int:
-    return -(-size_bytes // CHUNK_BYTES)
+def _most_chunks(layout_bytes: int, values_bytes: int, payload_bytes: int) -> int:
+    """When all regions are full; the payload has two parts that are cut each for itself, which is one chunk more."""
+    return num_chunks(layout_bytes) + num_chunks(values_bytes) + num_chunks(payload_bytes) + 1
 
 
 def plan_header(
@@ -69,8 +72,7 @@ def plan_header(
     """Where everything will lie in an arena with room for `need` in each of `slots`."""
     layout, values = align(max(need.layout_bytes, 1), PAGE), align(max(need.values_bytes, 1), PAGE)
     payload = align(max(need.payload_bytes, 1), PAGE)
-    chunks = num_chunks(layout) + num_chunks(values) + num_chunks(payload)
-    table = align(chunks * DIGEST_BYTES, PAGE)
+    table = align(_most_chunks(layout, values, payload) * DIGEST_BYTES, PAGE)
     stride = 2 * PAGE + layout + values + table + payload
     return ArenaHeader(
         num_slots=slots, local_index=local_index, generation=generation, layout_capacity=layout, values_capacity=values,
@@ -161,6 +163,9 @@ class Arena:
         for size, span in zip(sizes, spans, strict=True):
             if size > span.size_bytes:
                 raise IntegrityError(f"slot {slot} claims {size} bytes where {span.size_bytes} fit")
+        shared, end = trainer.shared_offset, trainer.payload_bytes
+        if shared > end or (shared < end and shared % ALIGN):
+            raise IntegrityError(f"slot {slot} claims a shared part from {shared} on in a payload of {end} bytes")
         return [Span(span.offset, size) for size, span in zip(sizes, spans, strict=True)]
 
     # Records
@@ -239,8 +244,8 @@ def _header_problem(header: ArenaHeader, size_bytes: int) -> str:
     capacities = (header.layout_capacity, header.values_capacity, header.table_capacity, header.payload_capacity)
     if header.first_slot != FIRST_SLOT or any(c % PAGE or c == 0 for c in capacities):
         return "empty or unaligned regions"
-    chunks = num_chunks(header.layout_capacity) + num_chunks(header.values_capacity)
-    if header.table_capacity < (chunks + num_chunks(header.payload_capacity)) * DIGEST_BYTES:
+    chunks = _most_chunks(header.layout_capacity, header.values_capacity, header.payload_capacity)
+    if header.table_capacity < chunks * DIGEST_BYTES:
         return "a checksum table that is too small"
     if header.slot_stride != 2 * PAGE + sum(capacities):
         return "regions do not add up to the slot"

@@ -6,6 +6,8 @@ Invariants:
 - A keeper hears LauncherHello only after everything held was given back, empty hands included: until
   then an empty keeper of a later incarnation does not decide that there is nothing to restore.
 - A keeper that ended on purpose is not replaced before somebody asks for one (`status`).
+- A keeper that took the place of a dead one in mid-round hears the round's Membership before LauncherHello:
+  it must not think itself alone.
 
 Written by the keeper (Hold, Ending), read by nobody else: this process never maps what it holds.
 Nothing here knows of torch.
@@ -18,7 +20,8 @@ import logging
 import os
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,16 +29,20 @@ from keepstep.client import CONNECT_S, KeeperClient
 from keepstep.config import Config
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
+from keepstep.membership import with_own_card
 from keepstep.protocol import (
     Adopted,
+    CardIs,
     Done,
     Ending,
     GiveBack,
     Held,
     Hold,
     LauncherHello,
+    Membership,
     Release,
     StatusIs,
+    WantCard,
     WantStatus,
 )
 from keepstep.spawn import start_keeper
@@ -47,6 +54,7 @@ SETTLED_S = 1.0  # a keeper that lived this long is not in a crash loop
 CLOSE_S = 5.0  # a keeper that does not answer holds the end of the launcher up no longer than this
 
 log = logging.getLogger("keepstep.launcher")
+M = TypeVar("M")
 
 
 class Holder:
@@ -57,6 +65,9 @@ class Holder:
         self._changed = threading.Condition()
         self._fds: dict[str, int] = {}
         self._client: KeeperClient | None = None
+        self._told: Membership | None = None
+        self.moved: Callable[[CardIs], None] = lambda card: None
+        """told when a keeper in mid-round has another address than the one before; on the helper thread"""
         self._wanted = self._closed = False
         self._failures = 0
         self._problem: Error | OSError | None = None
@@ -67,13 +78,27 @@ class Holder:
 
         Not patient: the first failed attempt raises. Patient: attempts go on until `timeout_s` is over.
         """
+        answer = self._ask(WantStatus(), StatusIs, timeout_s=timeout_s, patient=patient)
+        return msgspec.json.decode(answer.json, type=Status)
+
+    def card(self, *, timeout_s: float, patient: bool) -> CardIs:
+        """Where peers reach the keeper and what it knows; one is started if none is up."""
+        return self._ask(WantCard(), CardIs, timeout_s=timeout_s, patient=patient)
+
+    def introduce(self, membership: Membership, *, timeout_s: float) -> None:
+        """Tell the keeper who its peers are; whichever takes its place is told too, until there is a new round."""
+        told = with_own_card(membership, self.card(timeout_s=timeout_s, patient=True).card)
+        with self._changed:
+            self._told = told
+        self._ask(told, Done, timeout_s=timeout_s, patient=True)
+
+    def _ask(self, message: Any, expect: type[M], *, timeout_s: float, patient: bool) -> M:
         deadline = time.monotonic() + timeout_s
         while True:
             client = self._connected_client(deadline, patient)
             try:
                 left = max(deadline - time.monotonic(), 0.1)
-                answer, _ = client.request(WantStatus(), StatusIs, timeout_s=left)
-                return msgspec.json.decode(answer.json, type=Status)
+                return client.request(message, expect, timeout_s=left)[0]
             except KeeperError:
                 if not client.lost or time.monotonic() >= deadline:
                     raise
@@ -153,6 +178,7 @@ class Holder:
         client = self._reach()
         try:
             self._give_back(client)
+            self._introduce_again(client)
             client.request(LauncherHello(os.getpid()), Done, timeout_s=self._config.keeper.request_s)
             with self._changed:
                 if self._closed:
@@ -178,6 +204,22 @@ class Holder:
                 if time.monotonic() > deadline:
                     raise
             start_keeper(self._identity, self._config)
+
+    def _introduce_again(self, client: KeeperClient) -> None:
+        with self._changed:
+            told = self._told
+        if told is None:
+            return
+        timeout_s = self._config.keeper.request_s
+        card, _ = client.request(WantCard(), CardIs, timeout_s=timeout_s)
+        if card.card == told.nodes[told.node_rank]:
+            return  # only the connection was lost
+        told = with_own_card(told, card.card)
+        client.request(told, Done, timeout_s=timeout_s)
+        with self._changed:
+            if self._told is not None and self._told.incarnation == told.incarnation:
+                self._told = told
+        self.moved(card)
 
     def _give_back(self, client: KeeperClient) -> None:
         with contextlib.ExitStack() as duplicates:

@@ -1,34 +1,33 @@
-"""One round of torch's dynamic rendezvous, with a keeper beside it. Imported only when chosen.
+"""`torchrun --rdzv-backend=keepstep`: rounds that know of keepers. Imported only when chosen.
+
+torch's own dynamic rendezvous is not used for more than the connection to the store: it compares the clocks
+of nodes, gives every node another rank when one is replaced, and restarts for ever while a spare waits.
 
 Invariants:
-- The agent's thread never calls the inner rendezvous: a frozen store host would block it there. One
-  helper thread makes all such calls, in order; every wait for it has a deadline.
-- Workers start only after this node's keeper is up and all nodes agreed on the round's incarnation.
-- Every round has a store of its own, on a port of its own: torch 2.13 hands the first one out again,
-  and restarted workers then read the keys of the dead ones.
+- The agent's thread never waits for the store while workers run, and with a deadline while they do not.
+- Workers start only after all nodes of the round agreed on its incarnation, and every node's keeper knows
+  the members.
+- Every round has a store of its own, served by the node of rank 0: restarted workers must not read the keys
+  of the dead ones.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
-import secrets
 import socket
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
-from typing import TypeVar
 
 import msgspec
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -37,47 +36,47 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from keepstep.config import Config
-from keepstep.errors import Error
+from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
+from keepstep.integrations.attendance import (
+    Attendance,
+    ClosedError,
+    DuplicateError,
+    Member,
+    RoundEndedError,
+    StoreLostError,
+)
 from keepstep.integrations.holder import Holder
-from keepstep.types import Incarnation
+from keepstep.integrations.rounds import Rules
+from keepstep.membership import Agreement, Known, check_losses, membership, read_secret
+from keepstep.protocol import CardIs, NodeCard
 
-# Read by torch's rendezvous. Unset, torch caches the first round's address for ever, and an agent that joins later
-# waits for keys that nobody writes any more; set, it builds one per round (which we replace by ours).
-UNSHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-
-# torch's own defaults for what --rdzv-conf may set; the inner rendezvous keeps these deadlines, ours come after.
-JOIN_S, LAST_CALL_S, CLOSE_S, READ_S = 600, 30, 30, 60
+# Defaults for what --rdzv-conf may set.
+JOIN_S, CLOSE_S, READ_S = 600, 30, 60  # as torch's
+FIRST_CALL_S, LAST_CALL_S = 30, 3  # nodes boot at different times, once; later rounds know who lives
+CONNECT_S = 5.0  # for one attempt to reach the store
 
 log = logging.getLogger("keepstep.launcher")
-T = TypeVar("T")
-
-
-class Agreement(msgspec.Struct, frozen=True):
-    """What node rank 0 publishes for a round."""
-
-    incarnation: str
-    address: str
-    port: int
 
 
 class KeptRendezvous(RendezvousHandler):
-    """torch's dynamic rendezvous (`inner`); the keeper, the incarnation and the store are ours."""
+    """One agent's side. `store`: the connection that torch made, and the server itself on the node that serves it."""
 
-    def __init__(
-        self, inner: RendezvousHandler, params: RendezvousParameters, *, identity: Identity, config: Config
-    ) -> None:
-        os.environ[UNSHARED_STORE] = "1"
-        self._inner, self._params = inner, params
+    def __init__(self, store: TCPStore, params: RendezvousParameters, *, identity: Identity, config: Config) -> None:
+        self._served, self._params = store, params
         self._identity, self._config = identity, config
+        self._secret = read_secret(config.secret_file)
+        self._alone = params.max_nodes == 1
         self._holder = Holder(identity, config)
-        self._errands = Errands()
+        self._holder.moved = self._keeper_moved
+        self._attendance = Attendance(
+            identity.node_id, self._rules(), connect=lambda: self._connect(CONNECT_S), store_s=config.launch.store_s
+        )
         self._server: TCPStore | None = None
+        self._member: Member | None = None
         self._largest_number = 0
-        self._rounds = 0
         self._restarts: deque[float] = deque()
-        self._num_waiting = 0
-        self._looking = False
+        self._restarting = False
 
     def get_backend(self) -> str:
         return self._params.backend
@@ -91,44 +90,35 @@ class KeptRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._spend_restart()
-        self._known_number()  # brings the keeper up before other nodes wait for this one
-        timeout_s = self._seconds("join", JOIN_S) + self._seconds("last_call", LAST_CALL_S) + 2 * self._read_s
-        info, agreed = self._errands.run(self._join, timeout_s=timeout_s)
-        self._rounds += 1
-        os.environ.update(
-            KEEPSTEP_INCARNATION=agreed.incarnation,
-            KEEPSTEP_RUN_ID=self._identity.run_id,
-            KEEPSTEP_NODE_ID=self._identity.node_id,
-            KEEPSTEP_RUNTIME_DIR=str(self._identity.runtime_dir),
-        )
-        log.info(
-            "round %d is incarnation %s, node %d of %d", self._rounds, agreed.incarnation, info.rank, info.world_size
-        )
-        bootstrap = RendezvousStoreInfo(agreed.address, agreed.port)
-        return RendezvousInfo(info.store, info.rank, info.world_size, bootstrap)
+        while True:
+            known, members = self._introduce_myself()  # brings the keeper up before other nodes wait for this one
+            self._member = member = self._join(known, members)
+            try:
+                return self._settle(member)
+            except (RoundEndedError, StoreLostError) as error:
+                log.warning("round %d ended before it began, joining the next one: %s", member.round, error)
+            except RuntimeError as error:  # a store connection: torch raises nothing finer
+                log.warning("round %d: %s", member.round, str(error).partition("\n")[0])
 
     def num_nodes_waiting(self) -> int:
-        """The figure that the helper thread found last; asks it to look again. Never blocks, never raises."""
-        if not self._looking:
-            self._looking = True
-            self._errands.start(self._look)
-        return self._num_waiting
+        """1 when the round is over, for a reason that is logged. Never blocks, never raises."""
+        reason = self._attendance.why_ended(self._member.round) if self._member is not None else ""
+        if reason and not self._restarting:
+            self._restarting = True
+            log.warning("the workers of this node are restarted: %s", reason)
+        return 1 if reason else 0
 
     def is_closed(self) -> bool:
-        return self._errands.run(self._inner.is_closed, timeout_s=self._read_s)
+        return self._attendance.view.board.closed
 
     def set_closed(self) -> None:
-        self._errands.run(self._inner.set_closed, timeout_s=self._seconds("close", CLOSE_S) + self._read_s)
+        self._attendance.end(close=True, timeout_s=self._seconds("close", CLOSE_S))
 
     def shutdown(self) -> bool:
-        """Close the rendezvous. The keeper stays when it holds state: its lease decides then."""
+        """End the job, if this node is part of it. The keeper stays when it holds state: its lease decides then."""
         try:
-            return self._errands.run(self._inner.shutdown, timeout_s=self._seconds("close", CLOSE_S))
-        except RendezvousTimeoutError as error:
-            log.warning("the rendezvous could not be closed: %s", error)
-            return False
+            return self._attendance.end(close=self._member is not None, timeout_s=self._seconds("close", CLOSE_S))
         finally:
-            self._errands.stop()
             self._holder.close()
             self._server = None
 
@@ -136,7 +126,7 @@ class KeptRendezvous(RendezvousHandler):
 
     def _spend_restart(self) -> None:
         """Every round after the first is a restart; too many within the window end the job."""
-        if self._rounds == 0:
+        if self._member is None:
             return
         budget, now = self._config.launch, time.monotonic()
         self._restarts.append(now)
@@ -149,100 +139,116 @@ class KeptRendezvous(RendezvousHandler):
                 hint="the workers' first error says why they fail; KEEPSTEP_LAUNCH_RESTARTS allows more",
             )
 
-    # On the helper thread
+    # A round
 
-    def _join(self) -> tuple[RendezvousInfo, Agreement]:
-        """Join a round and agree in it; a round that loses a node in between is left for the next one."""
-        deadline = time.monotonic() + self._seconds("join", JOIN_S)
-        while True:
-            info = self._inner.next_rendezvous()
-            self._num_waiting = 0
-            try:
-                return info, self._agree(info)
-            except (RuntimeError, ValueError, TimeoutError, msgspec.DecodeError) as error:
-                if time.monotonic() > deadline:
-                    raise RendezvousTimeoutError(f"the nodes did not agree on an incarnation: {error}") from error
-                log.warning("this round did not agree on an incarnation, joining the next one: %s", error)
-
-    def _agree(self, info: RendezvousInfo) -> Agreement:
-        """Number: one more than any keeper of this round knows. Nonce and store: node rank 0's."""
-        ours, patience = PrefixStore("keepstep", info.store), timedelta(seconds=self._read_s)
-        ours.set(f"number/{info.rank}", str(self._known_number()))
-        server = None
-        if info.rank == 0:
-            keys = [f"number/{rank}" for rank in range(info.world_size)]
-            ours.wait(keys, patience)
-            incarnation = Incarnation(1 + max(int(ours.get(key)) for key in keys), secrets.randbits(63))
-            address = self._params.local_addr or ("localhost" if info.world_size == 1 else socket.getfqdn())
-            server = _serve(address, patience)
-            record = Agreement(str(incarnation), address, server.port)
-            ours.set("agreement", msgspec.json.encode(record).decode())
-        ours.wait(["agreement"], patience)
-        agreed = msgspec.json.decode(ours.get("agreement"), type=Agreement)
-        self._largest_number = max(self._largest_number, Incarnation.parse(agreed.incarnation).number)
-        self._server = server  # the last round's store goes only now
-        return agreed
-
-    def _known_number(self) -> int:
-        """The largest incarnation number that this node's keeper or this agent knows."""
+    def _introduce_myself(self) -> tuple[Known, list[NodeCard]]:
+        """What this node brings; one that is alone needs no card, only a number that is new."""
+        timeout_s, patient = self._config.keeper.start_s, self._member is not None
         try:
-            known = self._holder.largest_number(timeout_s=self._config.keeper.start_s, patient=self._rounds > 0)
+            if not self._alone:
+                card = self._holder.card(timeout_s=timeout_s, patient=patient)
+                return self._known(card), card.members
+            number = self._holder.largest_number(timeout_s=timeout_s, patient=patient)
         except Error as error:
             raise _refusal(error.message, hint=error.hint) from error
-        return max(known, self._largest_number)
+        return Known(NodeCard(self._identity.node_id, "", "", 0), max(number, self._largest_number)), []
 
-    def _look(self) -> None:
+    def _known(self, card: CardIs) -> Known:
+        return Known.from_card(card, largest_number=self._largest_number, has_secret=bool(self._secret))
+
+    def _keeper_moved(self, card: CardIs) -> None:
+        self._attendance.publish_card(self._known(card))
+
+    def _join(self, known: Known, members: list[NodeCard]) -> Member:
         try:
-            self._num_waiting = self._inner.num_nodes_waiting()
-        except Exception as error:
-            # A lost store host is no reason to stop workers that work: the next round will find out.
-            log.debug("the rendezvous store does not answer: %s", error)
-        finally:
-            self._looking = False
+            return self._attendance.join(known, members, timeout_s=self._seconds("join", JOIN_S))
+        except ClosedError as error:
+            if self._member is None:
+                raise RendezvousGracefulExitError("the job is over, this spare was not needed") from error
+            raise RendezvousClosedError(str(error)) from error
+        except StoreLostError as error:
+            raise RendezvousConnectionError(
+                f"no quorum: {error}. The rendezvous store at {self._place} is lost; the keepers hold the state "
+                "(try: start the job again under the same run id; keepstep store serves a store elsewhere)"
+            ) from error
+        except DuplicateError as error:
+            raise _refusal(str(error), hint="KEEPSTEP_NODE_ID, another one for each node") from error
+        except TimeoutError as error:
+            raise RendezvousTimeoutError(str(error)) from error
 
-    # Deadlines, by --rdzv-conf
+    def _settle(self, member: Member) -> RendezvousInfo:
+        """From a place in a round to workers that may start: agreement, keeper, store, and all nodes ready."""
+        round_, rank, read_s = member.round, member.rank, self._seconds("read", READ_S)
+        text = self._attendance.run(lambda store: store.get(member.board.agreement), timeout_s=read_s)
+        agreed = msgspec.json.decode(text, type=Agreement)
+        self._largest_number = max(self._largest_number, agreed.incarnation.number)
+        self._tell_keeper(agreed, round_, rank)
+        server = None
+        if rank == 0:
+            address = self._address(agreed)
+            server = _serve(address, timedelta(seconds=read_s))
+            bootstrap = msgspec.json.encode((address, server.port)).decode()
+            self._attendance.run(lambda store: store.set(f"store/{round_}", bootstrap), timeout_s=read_s)
+        self._attendance.run(lambda store: store.set(f"ready/{round_}/{rank}", "1"), timeout_s=read_s)
+        ready = [f"ready/{round_}/{other}" for other in range(len(agreed.nodes))]
+        place, *_ = self._attendance.gather([f"store/{round_}", *ready], round_, timeout_s=read_s)
+        # The agent's own connection: it waits in it, and the other one must go on beating.
+        store = self._attendance.run(lambda _: self._connect(read_s), timeout_s=read_s)
+        self._attendance.begun()
+        self._server, self._restarting = server, False  # the last round's store goes only now
+        os.environ.update(
+            KEEPSTEP_INCARNATION=str(agreed.incarnation),
+            KEEPSTEP_RUN_ID=self._identity.run_id,
+            KEEPSTEP_NODE_ID=self._identity.node_id,
+            KEEPSTEP_RUNTIME_DIR=str(self._identity.runtime_dir),
+        )
+        log.info("round %d is incarnation %s, node %d of %d", round_, agreed.incarnation, rank, len(agreed.nodes))
+        bootstrap_info = RendezvousStoreInfo(*msgspec.json.decode(place, type=tuple[str, int]))
+        return RendezvousInfo(PrefixStore(f"round/{round_}", store), rank, len(agreed.nodes), bootstrap_info)
+
+    def _tell_keeper(self, agreed: Agreement, round_: int, rank: int) -> None:
+        """A node that is alone and always was has no peers to tell its keeper of."""
+        try:
+            if agreed.refusal:
+                raise KeeperError(agreed.refusal, hint="the same settings on all nodes")
+            check_losses(self._config.parity.losses, len(agreed.nodes))
+            if len(agreed.nodes) > 1 or agreed.former:
+                told = membership(agreed, rank, self._secret)
+                self._holder.introduce(told, timeout_s=self._config.keeper.request_s)
+        except Error as error:
+            self._attendance.give_up(round_, f"node {self._identity.node_id} refuses it: {error.message}")
+            raise _refusal(error.message, hint=error.hint) from error
+
+    # Where and how long
+
+    def _address(self, agreed: Agreement) -> str:
+        """Where the other nodes reach this one."""
+        if self._params.local_addr:
+            return self._params.local_addr
+        own = next(card.address for card in agreed.nodes if card.node_id == self._identity.node_id)
+        return "localhost" if self._alone else own or socket.getfqdn()
+
+    def _connect(self, timeout_s: float) -> TorchStore:
+        client = TCPStore(
+            self._served.host, self._served.port, is_master=False, wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )  # fmt: skip
+        return PrefixStore(f"keepstep.{self._identity.run_id}", client)
+
+    @property
+    def _place(self) -> str:
+        return f"{self._served.host}:{self._served.port}"
+
+    def _rules(self) -> Rules:
+        launch, params = self._config.launch, self._params
+        return Rules(
+            params.min_nodes, params.max_nodes, launch.dead_s, launch.settle_s,
+            first_call_s=self._seconds("last_call", FIRST_CALL_S), last_call_s=self._seconds("last_call", LAST_CALL_S),
+            grace_s=2 * launch.dead_s,
+        )  # fmt: skip
 
     def _seconds(self, name: str, default: int) -> int:
         return self._params.get_as_int(f"{name}_timeout", default) or default
-
-    @property
-    def _read_s(self) -> int:
-        return self._seconds("read", READ_S)
-
-
-class Errands:
-    """One daemon thread that runs calls in order. A call that never returns holds up the later ones only."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="keepstep-rendezvous", daemon=True).start()
-
-    def start(self, call: Callable[[], None]) -> None:
-        self._calls.put(call)
-
-    def run(self, call: Callable[[], T], *, timeout_s: float) -> T:
-        future: Future[T] = Future()
-
-        def answer() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.start(answer)
-        try:
-            return future.result(timeout_s)
-        except FutureTimeout:
-            if future.done():
-                raise
-            raise RendezvousTimeoutError(f"the rendezvous did not answer within {timeout_s:g} s") from None
-
-    def stop(self) -> None:
-        self._calls.put(None)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
 
 
 def _serve(address: str, timeout: timedelta) -> TCPStore:

@@ -12,13 +12,15 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from keepstep.config import Config, resolve
 from keepstep.errors import ConfigError
 from keepstep.identity import NO_ID, Identity, identify
+from keepstep.membership import check_losses
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 BACKEND = "keepstep"
@@ -33,7 +35,6 @@ def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Called by torchrun when this backend was chosen."""
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
     from keepstep.integrations.rendezvous import KeptRendezvous
 
@@ -45,10 +46,14 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
             "the workers on the other nodes fail, and a failure needs a restart",
             hint=f"--max-restarts={MAX_RESTARTS}, or keepstep run, which sets it",
         )
+    if params.max_nodes > 1:  # every round this job may have, one node alone excepted, must bear the losses
+        check_losses(config.parity.losses, max(params.min_nodes, 2))
+    if params.get("store_type", "tcp").strip().lower() != "tcp":
+        raise ConfigError("rounds of keepstep need a TCP store", hint="--rdzv-conf without store_type")
     if params.max_nodes == 1 and not params.endpoint:
         params.endpoint = LOCAL_ENDPOINT  # torch's default port is one for all jobs of a machine
-    backend, store = create_backend(params)
-    return KeptRendezvous(create_handler(store, backend, params), params, identity=identity, config=config)
+    _, store = create_backend(params)
+    return KeptRendezvous(cast("TCPStore", store), params, identity=identity, config=config)
 
 
 def _identify(config: Config, rendezvous_id: str) -> Identity:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from keepstep.arena.header import Ledger
 from keepstep.errors import KeeperError
 from keepstep.keeper import events as e
 from keepstep.keeper import snapshots
 from keepstep.keeper.node import COMMITTED, MAX_DAMAGED, ArenaState, Member, Node, Slot
+from keepstep.keeper.words import Orders, Outcome
 from keepstep.protocol import ArenaGiven, ArenaNeed
+from keepstep.recovery.inventory import SetKey
+from keepstep.types import Incarnation
 
 
 def arena_wanted(node: Node, event: e.ArenaWanted) -> None:
@@ -60,7 +64,7 @@ def arena_refused(node: Node, event: e.ArenaRefused) -> None:
 def _move_to(node: Node, member: Member, arena_id: str) -> None:
     """The rank writes another arena from now on: a grant that lies in the old one will not be seen any more."""
     if member.arena_id not in ("", arena_id):
-        node.coordinator.withdraw(member.index, "its arena was replaced by a larger one")
+        node.grants.withdraw(member.index, member.register.rank, "its arena was replaced by a larger one")
     member.arena_id = arena_id
 
 
@@ -78,7 +82,7 @@ def _adopt_ledger(node: Node, event: e.ArenaAdded) -> None:
     seen += [record.incarnation for record in (ledger, event.grant, event.writer) if record is not None]
     node.incarnation = max([node.incarnation, *seen])
     if newer and ledger is not None:
-        node.coordinator.complete, node.coordinator.base = ledger.complete, ledger.base
+        _adopt_orders(node, ledger)
 
 
 def _fits(need: ArenaNeed, capacity: ArenaNeed) -> bool:
@@ -87,3 +91,18 @@ def _fits(need: ArenaNeed, capacity: ArenaNeed) -> bool:
         and need.values_bytes <= capacity.values_bytes
         and need.payload_bytes <= capacity.payload_bytes
     )
+
+
+def _adopt_orders(node: Node, ledger: Ledger) -> None:
+    """What the keeper before was told last: it says what is kept, and where a coordinator goes on."""
+    number, nonce, attempt = ledger.protected_by
+    by = None
+    if ledger.protected is not None and number:
+        by = SetKey(ledger.protected, Incarnation(number, nonce), attempt)
+    node.kept = Orders(
+        ledger.incarnation, ledger.epoch, ledger.seq, ledger.attempt, ledger.protected, by, ledger.current,
+        ledger.target, ledger.base, outcomes=(Outcome(ledger.settled, None),) if ledger.settled else (),
+    )  # fmt: skip
+    node.settled = ledger.settled
+    if ledger.epoch:
+        node.orders = node.kept

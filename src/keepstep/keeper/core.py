@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keepstep.arena.header import Grant
-from keepstep.keeper import arenas, members, restoring, snapshots
+from keepstep.keeper import arenas, following, members, protecting, restoring, snapshots
 from keepstep.keeper import events as e
 from keepstep.keeper.node import Node
 
@@ -36,12 +36,14 @@ class Core(Node):
         self.now = max(now, self.now)
         self.effects = []
         _DISPATCH[type(event)](self, event)
+        following.follow(self)
         self._watch_lease()
-        return self.effects
+        said_last, self.said_last = self.said_last, []
+        return [*self.effects, *said_last]
 
     def granted(self, index: int) -> Grant | None:
         """The grant that this rank may use now: what must stand in its arena."""
-        latest = self.coordinator.open[-1] if self.coordinator.open else None
+        latest = self.grants.open[-1] if self.grants.open else None
         own = self.last_grant.get(index)
         if latest is None or own is None or own.serial != latest.serial or latest.resolved_for(index):
             return None
@@ -65,13 +67,13 @@ class Core(Node):
 
 def _sealed(node: Node, event: e.SlotSealed) -> None:
     if snapshots.sealed(node, event):
-        restoring.decide(node)
         snapshots.advance(node)
 
 
 def _tick(node: Node, event: e.Tick) -> None:
     members.try_open(node)
     members.watch_orphans(node)
+    following.watch_peers(node)
 
 
 _DISPATCH: dict[type, Callable[[Node, Any], None]] = {
@@ -89,4 +91,10 @@ _DISPATCH: dict[type, Callable[[Node, Any], None]] = {
     e.RestoreWanted: restoring.restore_wanted,
     e.RankLoaded: restoring.loaded,
     e.Tick: _tick,
+    e.MembersSet: following.members_set,
+    e.PeerSaid: following.peer_said,
+    e.PeerLink: following.peer_link,
+    e.BroughtIn: restoring.brought_in,
+    e.ParityPlaced: protecting.placed,
+    e.ExchangeMoved: protecting.moved,
 }

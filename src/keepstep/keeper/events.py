@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.arena.header import Grant, Ledger, Progress
-from keepstep.protocol import ArenaNeed, Register
+from keepstep.keeper.words import Failure, Orders, Report
+from keepstep.protocol import ArenaNeed, Membership, NodeCard, Register
+from keepstep.recovery.inventory import ParitySet, SetKey
+from keepstep.recovery.plan import Piece
 from keepstep.types import Version
 
 Conn = int
@@ -145,6 +148,65 @@ class TrainerLeaves:
 
 
 @dataclass(frozen=True)
+class MembersSet:
+    """The launcher says which nodes the next incarnation has."""
+
+    membership: Membership
+
+
+@dataclass(frozen=True)
+class PeerSaid:
+    """A word of an authenticated peer."""
+
+    node_id: str
+    word: Report | Orders
+
+
+@dataclass(frozen=True)
+class PeerLink:
+    node_id: str
+    up: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class BroughtIn:
+    """The bytes of a rank were fetched or rebuilt into a slot of this node, or could not be."""
+
+    plan: int
+    rank: int
+    arena_id: str
+    slot: int
+    sealed: SlotSealed | None
+    failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True)
+class ParityPlaced:
+    """This node's parity of a version is encoded, checked and held; or it was given back by a holder."""
+
+    found: ParitySet
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ExchangeMoved:
+    """An exchange goes on, or cannot (`problem`)."""
+
+    key: SetKey
+    moved_bytes: int
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class ShareSealed:
+    """The digest of a replica class, over all local ranks that hold a part of it."""
+
+    version: Version
+    shares: tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True)
 class Tick:
     pass
 
@@ -159,6 +221,8 @@ class Send:
     conn: Conn
     message: Any
     arena_id: str = ""
+    more: tuple[str, ...] = ()
+    """other arenas that the message points into"""
 
 
 @dataclass(frozen=True)
@@ -190,6 +254,61 @@ class VerifySlot:
     arena_id: str
     slot: int
     version: Version
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a word to a peer. Lost ones are said again."""
+
+    node_id: str
+    word: Report | Orders
+
+
+@dataclass(frozen=True)
+class Meet:
+    """These are the peers of the incarnation, and the secret that proves it."""
+
+    cards: tuple[NodeCard, ...]
+    secret: bytes
+
+
+@dataclass(frozen=True)
+class BringIn:
+    """Fetch or rebuild a rank's snapshot into memory of this node."""
+
+    plan: int
+    piece: Piece
+    local_index: int
+    local_world_size: int
+    slots: int
+    generation: int
+    arena_id: str
+    slot: int
+    """where it goes if it fits there; "": into a new arena"""
+
+
+@dataclass(frozen=True)
+class GiveUpBringing:
+    plan: int
+
+
+@dataclass(frozen=True)
+class StartExchange:
+    key: SetKey
+    members: tuple[str, ...]
+    losses: int
+
+
+@dataclass(frozen=True)
+class StopExchange:
+    key: SetKey
+
+
+@dataclass(frozen=True)
+class FreeParity:
+    """Nobody needs this parity any more: its memory may be used for the next one."""
+
+    buffer_id: str
 
 
 @dataclass(frozen=True)
@@ -225,8 +344,12 @@ class Log:
     fields: dict[str, Any]
 
 
-Effect = Send | WriteGrant | WriteLedger | SealSlot | VerifySlot | CreateArena | DropArena | Kill | End | Log
+Effect = (
+    Send | WriteGrant | WriteLedger | SealSlot | VerifySlot | CreateArena | DropArena | Kill | End | Log
+    | Tell | Meet | BringIn | GiveUpBringing | StartExchange | StopExchange | FreeParity
+)  # fmt: skip
 Event = (
     TrainerRegisters | LauncherSeen | ProcessDied | ArenaWanted | ArenaAdded | ArenaRefused | SnapshotCommitted
     | GrantVoid | SlotSealed | SlotVerified | RestoreWanted | RankLoaded | TrainerLeaves | Tick
+    | MembersSet | PeerSaid | PeerLink | BroughtIn | ParityPlaced | ExchangeMoved | ShareSealed
 )  # fmt: skip

@@ -6,6 +6,7 @@ from keepstep.arena.slots import MAX_SLOTS
 from keepstep.errors import Error, KeeperError
 from keepstep.keeper import events as e
 from keepstep.keeper import restoring, snapshots
+from keepstep.keeper.grants import Grants
 from keepstep.keeper.node import (
     COMMITTED,
     FENCING,
@@ -161,15 +162,14 @@ def try_open(node: Node) -> None:
     for request in node.restore_requests:
         node.refuse(request.conn, request.ticket, KeeperError("a newer incarnation has begun"))
     node.members, node.restore_requests, node.loaded_requests = {}, [], []
-    node.coordinator.begin(node.coordinator.complete)
-    node.decision, node.state = None, RESTORING
-    node.verifying.clear()
+    node.grants, node.orders, node.job, node.settled = Grants(), None, None, 0
+    node.state = RESTORING
+    restoring.forget(node)
     node.last_grant.clear()
     node.early.clear()
     _reclaim_slots(node)
     for event in opening.waiting:
         register(node, event)
-    restoring.decide(node)
 
 
 def _abandon_arenas(node: Node) -> None:
@@ -201,7 +201,6 @@ def _join(node: Node, event: e.TrainerRegisters) -> None:
     member.loaded = member.loaded or register.rejoin
     node.members[register.local_index] = member
     node.strangers.pop(event.pid, None)
-    node.coordinator.every, node.coordinator.num_slots = register.every, register.slots
     arena = node.arenas.get(register.arena_id) or node.arena_of(register.local_index)
     if register.rejoin and arena is not None and arena.local_index == register.local_index:
         member.arena_id = arena.arena_id
@@ -213,14 +212,12 @@ def _join(node: Node, event: e.TrainerRegisters) -> None:
     elif node.state == WAITING:
         # The keeper died while the job was restoring: decide again, from what was given back.
         node.state = RESTORING
-        restoring.decide(node)
 
 
 def launcher_seen(node: Node, event: e.LauncherSeen) -> None:
     if event.alive:
         node.launchers.add(event.pid)
     node.launcher_reported = True
-    restoring.decide(node)
 
 
 def died(node: Node, event: e.ProcessDied) -> None:
@@ -232,7 +229,7 @@ def died(node: Node, event: e.ProcessDied) -> None:
             member.alive = False
             node.count("trainer_deaths", 0 if member.finished else 1)
             node.log("info", "trainer ended", rank=member.register.rank, pid=member.pid)
-            node.coordinator.forget(member.index)
+            node.grants.withdraw(member.index, member.register.rank, "its trainer ended")
             restoring.fail_loading(node, restoring.ended_meanwhile(member.register.rank))
     try_open(node)
     snapshots.advance(node)
@@ -243,10 +240,7 @@ def leaves(node: Node, event: e.TrainerLeaves) -> None:
     if member is None:
         return
     member.finished = event.finished
-    node.coordinator.forget(member.index)
-    whole = len(node.members) == member.register.local_world_size
-    if whole and all(m.finished for m in node.members.values()) and node.opening is None:
-        node.do(e.End("training finished"))
+    node.grants.withdraw(member.index, member.register.rank, "its trainer ended")
 
 
 def watch_orphans(node: Node) -> None:

@@ -17,7 +17,9 @@ from keepstep.identity import start_time
 from keepstep.keeper import events as e
 from keepstep.keeper import work
 from keepstep.keeper.control import Connection
+from keepstep.keeper.network import adopt_parity
 from keepstep.keeper.node import SEALED
+from keepstep.parity.held import is_parity
 from keepstep.protocol import (
     MAX_FDS,
     PROTOCOL,
@@ -32,6 +34,7 @@ from keepstep.protocol import (
     Hold,
     LauncherHello,
     Loaded,
+    Membership,
     Refused,
     Register,
     Release,
@@ -41,6 +44,7 @@ from keepstep.protocol import (
     Void,
     WantArena,
     WantArenas,
+    WantCard,
     WantRestore,
     WantStatus,
     WantVerify,
@@ -118,10 +122,14 @@ def _given_back(keeper: Keeper, connection: Connection, given: GiveBack, fds: li
     if len(given.arena_ids) != len(fds):
         raise FrameError("names and descriptors do not match")
     for arena_id, fd in zip(given.arena_ids, fds, strict=True):
-        if arena_id in keeper.arenas:
+        if arena_id in keeper.held_fds():
             adopted.append(arena_id)
             continue
         try:
+            if is_parity(fd):
+                _adopt_parity(keeper, fd)
+                adopted.append(arena_id)
+                continue
             arena, described = _adopt(keeper, fd)
         except OSError as error:  # the machine's fault, not the arena's: its holder comes back and gives it again
             raise FrameError(f"an arena cannot be adopted now: {error}") from error
@@ -133,8 +141,7 @@ def _given_back(keeper: Keeper, connection: Connection, given: GiveBack, fds: li
         if arena.arena_id in keeper.arenas:
             arena.close()
         else:
-            keeper.arenas[arena.arena_id] = arena
-            keeper.handle(described)
+            keeper.add_arena(arena, described)
             log.info("arena adopted", extra={"arena": arena.arena_id, "local_index": arena.header.local_index})
         adopted.append(arena_id)
     connection.held.update(adopted)
@@ -151,6 +158,13 @@ def _adopt(keeper: Keeper, fd: int) -> tuple[Arena, e.ArenaAdded]:
     except BaseException:
         os.close(own)
         raise
+
+
+def _adopt_parity(keeper: Keeper, fd: int) -> None:
+    held, found = adopt_parity(fd, keeper.identity)
+    keeper.open_network().put_parity(held)
+    keeper.handle(e.ParityPlaced(found))
+    log.info("parity adopted", extra={"buffer": held.buffer_id, "version": str(found.key.version)})
 
 
 def _with_living_writer(keeper: Keeper, event: e.ArenaAdded) -> e.ArenaAdded:
@@ -202,11 +216,28 @@ def _release(keeper: Keeper, connection: Connection, release: Release, fds: list
 
 
 def _held(keeper: Keeper, connection: Connection, held: Held, fds: list[int]) -> None:
-    connection.held.update(i for i in held.arena_ids if i in keeper.arenas)
+    mine = keeper.held_fds()
+    connection.held.update(name for name in held.arena_ids if name in mine)
 
 
 def _to_core(make: Callable[[Connection, Any], e.Event]) -> Callable[[Keeper, Connection, Any, list[int]], None]:
     return lambda keeper, connection, message, fds: keeper.handle(make(connection, message))
+
+
+def _card_wanted(keeper: Keeper, connection: Connection, wanted: WantCard, fds: list[int]) -> None:
+    keeper.send(connection, keeper.card_is(wanted.ticket))
+
+
+def _members_set(keeper: Keeper, connection: Connection, membership: Membership, fds: list[int]) -> None:
+    ids = [card.node_id for card in membership.nodes]
+    known = 0 <= membership.node_rank < len(ids) and ids[membership.node_rank] == keeper.identity.node_id
+    if not known or len(set(ids)) != len(ids):
+        text = f"a membership of {ids} in which this node is number {membership.node_rank} makes no sense"
+        keeper.send(connection, Refused("KeeperError", text, "", membership.ticket))
+        return
+    keeper.open_network()
+    keeper.handle(e.MembersSet(membership))
+    keeper.send(connection, Done(ticket=membership.ticket))
 
 
 _RECEIVE: dict[type, Callable[[Keeper, Connection, Any, list[int]], None]] = {
@@ -219,6 +250,8 @@ _RECEIVE: dict[type, Callable[[Keeper, Connection, Any, list[int]], None]] = {
     WantVerify: _verify_wanted,
     WantArenas: _arenas_wanted,
     Release: _release,
+    WantCard: _card_wanted,
+    Membership: _members_set,
     Committed: _to_core(lambda c, m: e.SnapshotCommitted(c.number, m.arena_id, m.slot, m.version)),
     Void: _to_core(lambda c, m: e.GrantVoid(c.number, m.version, m.reason)),
     WantRestore: _to_core(lambda c, m: e.RestoreWanted(c.number, m.ticket)),

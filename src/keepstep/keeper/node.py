@@ -1,7 +1,7 @@
 """What a keeper knows: its trainers, their arenas, the incarnation, and what is to be done next.
 
-The state of the core and nothing else. Those who change it are `members`, `arenas`, `snapshots` and
-`restoring`; each says what is to be done by `do`.
+The state of the core and nothing else. Those who change it are `members`, `arenas`, `snapshots`,
+`restoring`, `protecting` and `following`; each says what is to be done by `do`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from keepstep.arena.header import Grant, Ledger
 from keepstep.errors import Error
 from keepstep.keeper import events as e
-from keepstep.keeper.coordinator import Coordinator
-from keepstep.protocol import ArenaNeed, Refused, Register
-from keepstep.recovery.inventory import Holding, Inventory
-from keepstep.recovery.plan import Plan
+from keepstep.keeper.grants import Grants
+from keepstep.keeper.job import Job
+from keepstep.keeper.words import Exchange, Failure, Orders, RestoreOrder
+from keepstep.protocol import ArenaNeed, Membership, NodeCard, Refused, Register
+from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.types import Incarnation, Version
 
 # Steps and incarnation numbers stay far below what their 64 bits hold.
@@ -26,13 +27,19 @@ WAITING, FENCING, RESTORING, SERVING = "waiting", "fencing", "restoring", "servi
 
 @dataclass(frozen=True)
 class Limits:
-    """Deadlines of the core, in seconds."""
+    """Deadlines of the core, in seconds, and how much protection is wanted."""
 
     lease_s: float = 600.0
     fence_s: float = 10.0
     orphan_s: float = 300.0
     sidecar: bool = False
     """started by an administrator before the job: it waits for its first trainer without a limit"""
+    losses: int = 1
+    group_size: int = 8
+    deadline_s: float = 30.0
+    stall_s: float = 60.0
+    inventory_s: float = 20.0
+    dead_s: float = 3.0
 
 
 @dataclass
@@ -86,17 +93,26 @@ class Opening:
     waiting: list[e.TrainerRegisters] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's restored snapshot lies, verified."""
+
+    arena_id: str
+    slot: int
+    size_bytes: int
+
+
 class Node:
     """One node of one run."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, card: NodeCard | None = None) -> None:
         self.limits = limits
+        self.card = card or NodeCard("node", "", "", 0)
         self.state = WAITING
         self.incarnation = Incarnation(0, 0)
         self.label = ""
         self.members: dict[int, Member] = {}
         self.arenas: dict[str, ArenaState] = {}
-        self.coordinator = Coordinator()
         self.opening: Opening | None = None
         self.launchers: set[int] = set()
         self.strangers: dict[int, Incarnation] = {}
@@ -105,10 +121,6 @@ class Node:
         self.remembered: Version | None = None
         """the newest version the ledger calls complete, across incarnations"""
         self.damaged: list[str] = []
-        self.decision: Plan | None = None
-        self.verifying: set[tuple[str, int]] = set()
-        self.restore_requests: list[e.RestoreWanted] = []
-        self.loaded_requests: list[e.RankLoaded] = []
         self.early: dict[int, e.SnapshotCommitted | e.GrantVoid] = {}
         """what ranks said of a grant that this keeper has not taken up yet"""
         self.ledger_serial = 0
@@ -123,21 +135,67 @@ class Node:
         """an input: the step of each rank's last `take`, refreshed by the runtime before `handle`"""
         self.now = 0.0
         self.effects: list[e.Effect] = []
+        self.said_last: list[e.Effect] = []
+        """effects that come after all others of an event"""
+        # Grants and orders
+        self.grants = Grants()
+        self.orders: Orders | None = None
+        """the last ones of this incarnation"""
+        self.kept = Orders(Incarnation(0, 0), 0, 0)
+        """the last ones that say what is kept: those of a life that has not begun say nothing yet"""
+        self.settled = 0
+        self.job: Job | None = None
+        """this keeper coordinates the incarnation"""
+        # Peers
+        self.membership: Membership | None = None
+        self.links: dict[str, bool] = {}
+        self.cards: dict[str, NodeCard] = {}
+        self.meet_at = 0.0
+        self.report_number = 0
+        self.said_at = -1e9
+        self.said_key: object = None
+        self.ordered: tuple[int, int, int] = (0, 0, 0)
+        self.pace: tuple[int, float, float] = (-1, 0.0, 0.0)
+        """progress, when it was seen, seconds per step"""
+        # Restoring
+        self.restore_requests: list[e.RestoreWanted] = []
+        self.loaded_requests: list[e.RankLoaded] = []
+        self.decision: RestoreOrder | None = None
+        self.verifying: set[tuple[str, int]] = set()
+        self.bringing: set[int] = set()
+        """ranks whose bytes are being fetched or rebuilt"""
+        self.places: dict[int, Place] = {}
+        self.restored = 0
+        self.failures: list[Failure] = []
+        # Protecting
+        self.sets: dict[SetKey, ParitySet] = {}
+        self.exchange: Exchange | None = None
+        self.shares: dict[Version, dict[str, bytes]] = {}
+
+    @property
+    def retain(self) -> set[Version]:
+        return self.kept.retain
 
     def member_of(self, conn: e.Conn) -> Member | None:
         return next((member for member in self.members.values() if member.conn == conn), None)
+
+    def rank_of(self, index: int) -> int:
+        member = self.members.get(index)
+        return member.register.rank if member is not None else -1
 
     def arena_of(self, index: int) -> ArenaState | None:
         """The arena that rank writes now: the newest one that is not evidence."""
         mine = [a for a in self.arenas.values() if a.local_index == index and not a.evidence]
         return max(mine, key=lambda a: a.generation, default=None)
 
+    def whole(self) -> bool:
+        """All local ranks of this incarnation have registered."""
+        members = self.members.values()
+        return bool(members) and len(members) == next(iter(members)).register.local_world_size
+
     def all_loaded(self) -> bool:
         members = self.members.values()
-        if not members:
-            return False
-        whole = len(self.members) == next(iter(members)).register.local_world_size
-        return whole and all(m.alive and m.loaded and m.finished is None and m.arena_id for m in members)
+        return self.whole() and all(m.alive and m.loaded and m.finished is None and m.arena_id for m in members)
 
     def inventory(self) -> Inventory:
         holdings = tuple(
@@ -148,11 +206,23 @@ class Node:
             for s in a.slots
             if s.state == SEALED and s.version is not None
         )
-        return Inventory(holdings, self.remembered, tuple(self.damaged))
+        sets = tuple(self.sets.values())
+        return Inventory(holdings, self.remembered, tuple(self.damaged), sets, self.kept.protected)
 
     def write_ledger(self) -> None:
         self.ledger_serial += 1
-        self.do(e.WriteLedger(Ledger(self.incarnation, self.coordinator.base, self.remembered, self.ledger_serial)))
+        kept = self.kept
+        by = kept.protected_by
+        same = kept.incarnation == self.incarnation
+        self.do(
+            e.WriteLedger(
+                Ledger(
+                    self.incarnation, kept.base, self.remembered, self.ledger_serial, kept.complete, kept.protected,
+                    kept.target, (by.incarnation.number, by.incarnation.nonce, by.attempt) if by else (0, 0, 0),
+                    kept.epoch if same else 0, kept.seq if same else 0, kept.attempt, self.settled,
+                )
+            )
+        )  # fmt: skip
 
     def do(self, effect: e.Effect) -> None:
         self.effects.append(effect)

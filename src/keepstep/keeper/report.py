@@ -19,17 +19,23 @@ import msgspec
 from keepstep._version import VERSION
 from keepstep.identity import Identity
 from keepstep.keeper.core import Core
-from keepstep.keeper.node import FENCING, SEALED, SERVING, ArenaState, Member, Slot
-from keepstep.types import KeeperStatus, RankStatus, SlotStatus, Status, Survives, Version
+from keepstep.keeper.network import Network
+from keepstep.keeper.node import FENCING, RESTORING, SEALED, SERVING, ArenaState, Member, Slot
+from keepstep.types import KeeperStatus, PeerStatus, RankStatus, SlotStatus, Status, Survives, Version
 
 REQUEST_S = 10.0
 MAX_REQUESTS = 16
 
 
-def status_of(core: Core, identity: Identity, *, instance: str, started: float, holders: int) -> Status:
+def status_of(
+    core: Core, identity: Identity, *, instance: str, started: float, holders: int, network: Network | None = None
+) -> Status:
     """The status contract, from what the core knows at this moment."""
+    kept = core.kept
+    protected, group, membership = kept.protected, kept.group, core.membership
+    steps = [core.progress.get(index, -1) for index in core.members]
     indexes = sorted({arena.local_index for arena in core.arenas.values()} | set(core.members))
-    complete = core.coordinator.complete
+    complete = core.kept.complete
     ages = [s.sealed_at for a in core.arenas.values() for s in a.slots if s.version == complete and s.sealed_at]
     keeper = KeeperStatus(
         pid=os.getpid(), instance=instance, version=VERSION, uptime_s=core.now - started, state=_state(core),
@@ -38,11 +44,23 @@ def status_of(core: Core, identity: Identity, *, instance: str, started: float, 
     return Status(
         run_id=identity.run_id, node_id=identity.node_id, keeper=keeper, incarnation=core.incarnation.number,
         step=complete.step if complete else None, age_s=core.now - max(ages) if ages else None,
-        survives=_survives(complete is not None).name.lower(), losses_covered=0, exposed=False,
-        base_step=core.coordinator.base.step if core.coordinator.base else None,
+        survives=_survives_of(core, complete).name.lower(),
+        losses_covered=group.losses if group is not None and protected is not None else 0, exposed=kept.exposed,
+        base_step=core.kept.base.step if core.kept.base else None,
         ranks=[_rank_status(core, index) for index in indexes],
-        memory_bytes=sum(arena.size_bytes for arena in core.arenas.values()),
-        counters=dict(core.counters), problems=_problems(core, complete),
+        memory_bytes=sum(arena.size_bytes for arena in core.arenas.values())
+        + (network.parity_bytes if network is not None else 0),
+        counters=_counters(core, network), problems=_problems(core, complete),
+        protected_step=protected.step if protected else None, target_step=kept.target.step if kept.target else None,
+        lag_steps=max(0, max(steps) - protected.step) if protected and steps else None,
+        num_nodes=len(membership.nodes) if membership else 1,
+        coordinator=membership.nodes[0].node_id if membership else identity.node_id,
+        group=[
+            PeerStatus(node_id, i, node_id == identity.node_id or core.links.get(node_id, False))
+            for i, node_id in enumerate(group.members if group is not None else ())
+        ],
+        parity_bytes=network.parity_bytes if network is not None else 0,
+        exchange_bytes_s=network.peers.counters().get("rate_in", 0.0) if network is not None else 0.0,
     )  # fmt: skip
 
 
@@ -50,6 +68,19 @@ def _state(core: Core) -> str:
     if core.lease_since is not None:
         return "leased"
     return core.state
+
+
+def _survives_of(core: Core, version: Version | None) -> Survives:
+    if version is None:
+        return Survives.NOTHING
+    return Survives.NODE if version == core.kept.protected else Survives.PROCESS
+
+
+def _counters(core: Core, network: Network | None) -> dict[str, float]:
+    found = dict(core.counters)
+    if network is not None:
+        found |= {f"peers_{name}": value for name, value in network.peers.counters().items()}
+    return found
 
 
 def _survives(there: bool) -> Survives:
@@ -60,6 +91,18 @@ def _problems(core: Core, complete: Version | None) -> list[str]:
     found = list(core.problems)
     if core.state == SERVING and core.members and complete is None:
         found.append("no version is complete yet: a crash now would start the run again")
+    group, kept = core.kept.group, core.kept
+    if core.state == SERVING and group is not None:
+        away = [m for m in group.members if m != core.card.node_id and not core.links.get(m)]
+        if away:
+            found.append(f"the keepers of {', '.join(away)} cannot be reached: no new version can be protected")
+        if kept.exposed:
+            found.append(
+                "protection stands still: snapshots go on, and a crash in mid-copy costs the steps since "
+                f"{kept.protected or kept.base}"
+            )
+    if core.state in (RESTORING, SERVING) and core.members and core.job is None and core.membership is None:
+        found.append("this node was not told the other nodes of the job: nothing is granted")
     if core.state == FENCING:
         found.append("waiting for trainers of an older incarnation to die")
     return found
@@ -71,7 +114,7 @@ def _rank_status(core: Core, index: int) -> RankStatus:
     arena: ArenaState | None = max(arenas, key=lambda a: a.generation, default=None)
     slots = [s for a in arenas for s in a.slots]
     newest = max((s for s in slots if s.state == SEALED and s.version), key=_version_of, default=None)
-    complete = core.coordinator.complete
+    complete = core.kept.complete
     return RankStatus(
         rank=member.register.rank if member else (newest.rank if newest else index),
         local_index=index, pid=member.pid if member else 0, alive=bool(member and member.alive),

@@ -1,13 +1,30 @@
-"""The way back: seal what was committed, plan, verify, plan again without what fails; then one answer. Pure."""
+"""The way back: seal what was committed, say what is held, bring in what the plan asks for, answer once. Pure.
+
+The coordinator plans (`job`); this node verifies its own slots and fetches or rebuilds the rest. What
+fails its check is reported and left out of the next plan; trainers are answered when all nodes are
+ready (BEGIN), so every rank restores the same version or none does.
+"""
 
 from __future__ import annotations
 
 from keepstep.errors import Error, IntegrityError, KeeperError, RecoveryError
+from keepstep.keeper import arenas, snapshots
 from keepstep.keeper import events as e
-from keepstep.keeper import snapshots
-from keepstep.keeper.node import COMMITTED, CORRUPT, RESTORING, SEALED, SERVING, Member, Node
+from keepstep.keeper.node import COMMITTED, CORRUPT, FREE, RESTORING, SEALED, SERVING, Member, Node, Place
+from keepstep.keeper.words import Failure, RestoreOrder
 from keepstep.protocol import RestoreFrom
-from keepstep.recovery.plan import plan
+from keepstep.recovery.plan import OWN, REBUILD, Piece
+
+
+def forget(node: Node) -> None:
+    """A new incarnation: nothing is decided."""
+    if node.bringing and node.decision is not None:
+        node.do(e.GiveUpBringing(node.decision.number))
+    node.decision, node.restored = None, 0
+    node.verifying.clear()
+    node.bringing.clear()
+    node.places.clear()
+    node.failures.clear()
 
 
 def restore_wanted(node: Node, event: e.RestoreWanted) -> None:
@@ -15,41 +32,92 @@ def restore_wanted(node: Node, event: e.RestoreWanted) -> None:
         node.refuse(event.conn, event.ticket, KeeperError("register first"))
         return
     node.restore_requests.append(event)
-    decide(node)
+    answer(node)
 
 
-def decide(node: Node) -> None:
-    """Seal, then plan, then verify what the plan needs; again without what fails; then answer."""
-    if node.state != RESTORING:
-        _answer(node)
-        return
-    if node.verifying or any(s.state == COMMITTED for a in node.arenas.values() for s in a.slots):
-        return
-    if _launcher_missing(node):
-        return
-    if node.decision is None:
-        node.decision = plan(node.inventory())
-        for piece in node.decision.pieces:
-            node.verifying.add((piece.arena_id, piece.slot))
-            node.do(e.VerifySlot(piece.arena_id, piece.slot, piece.version))
-        if node.verifying:
-            return
-    node.state = SERVING
-    version = node.decision.version
-    node.coordinator.base = node.coordinator.complete = version
-    if version is not None:
-        node.remembered = max(node.remembered or version, version)
-    node.write_ledger()
-    node.log("info", "restore decided", plan=list(node.decision.reasons), failure=node.decision.failure)
-    _answer(node)
-    _refuse_other_versions(node)
-    snapshots.advance(node)
-
-
-def _launcher_missing(node: Node) -> bool:
-    """An empty keeper in a later incarnation: its launcher may hold what it lost, so wait for its word."""
+def inventory_ready(node: Node) -> bool:
+    """All that was committed is sealed, and whoever may hold what this keeper lost has spoken."""
+    if any(s.state == COMMITTED for a in node.arenas.values() for s in a.slots):
+        return False
     agreed = any(m.register.incarnation is not None for m in node.members.values())
-    return agreed and not node.arenas and node.incarnation.number > 1 and not node.launcher_reported
+    missing = agreed and not node.arenas and node.incarnation.number > 1 and not node.launcher_reported
+    return not missing
+
+
+def take_plan(node: Node, order: RestoreOrder) -> None:
+    """Bring in what the plan asks for; a plan with a higher number takes the place of one that failed."""
+    if node.state != RESTORING:
+        return
+    if node.decision is None or order.number > node.decision.number:
+        forget(node)
+        node.decision = order
+        for piece in order.pieces:
+            _bring(node, piece)
+        _check_ready(node)
+    if order.begin and node.restored == order.number and node.decision.number == order.number:
+        node.decision = order
+        _begin(node)
+    elif order.failure:
+        answer(node)
+
+
+def _bring(node: Node, piece: Piece) -> None:
+    assert node.decision is not None
+    if piece.source == OWN:
+        key = (piece.arena_id, piece.slot)
+        arena = node.arenas.get(piece.arena_id)
+        if arena is None or arena.slots[piece.slot].version != piece.version:
+            _fail_here(node, piece, "it is gone")
+            return
+        node.places[piece.rank] = Place(piece.arena_id, piece.slot, piece.size_bytes)
+        if key not in node.verifying:
+            node.verifying.add(key)
+            node.do(e.VerifySlot(piece.arena_id, piece.slot, piece.version))
+        return
+    member = next((m for m in node.members.values() if m.register.rank == piece.rank), None)
+    if member is None:
+        _fail_here(node, piece, f"rank {piece.rank} is not here any more")
+        return
+    register = member.register
+    known = node.arena_of(member.index)
+    empty = next((s for s in known.slots if s.state in (FREE, CORRUPT)), None) if known is not None else None
+    generation = 1 + max((a.generation for a in node.arenas.values() if a.local_index == member.index), default=0)
+    node.bringing.add(piece.rank)
+    node.do(
+        e.BringIn(
+            node.decision.number, piece, member.index, register.local_world_size, register.slots, generation,
+            known.arena_id if known is not None and empty is not None else "", empty.index if empty is not None else 0,
+        )
+    )  # fmt: skip
+
+
+def brought_in(node: Node, event: e.BroughtIn) -> None:
+    """What was asked for is here and verified, or why it is not."""
+    if node.decision is None or event.plan != node.decision.number or event.rank not in node.bringing:
+        return
+    node.bringing.discard(event.rank)
+    for failure in event.failures:
+        _fail(node, failure)
+    sealed = event.sealed
+    arena = node.arenas.get(event.arena_id)
+    if sealed is not None and arena is not None:
+        slot = arena.slots[event.slot]
+        slot.state, slot.version, slot.sealed_at = SEALED, sealed.version, node.now
+        slot.rank, slot.world_size = sealed.rank, sealed.world_size
+        slot.local_world_size, slot.size_bytes = sealed.local_world_size, sealed.size_bytes
+        node.places[event.rank] = Place(event.arena_id, event.slot, sealed.size_bytes)
+        node.count("brought_in_bytes", sealed.size_bytes)
+    _check_ready(node)
+
+
+def _fail_here(node: Node, piece: Piece, text: str) -> None:
+    assert node.decision is not None
+    _fail(node, Failure(node.decision.number, node.card.node_id, piece.rank, piece.version, False, text))
+
+
+def _fail(node: Node, failure: Failure) -> None:
+    node.failures.append(failure)
+    node.log("warning", "a source failed", peer=failure.node_id, rank=failure.rank, reason=failure.text)
 
 
 def verified(node: Node, event: e.SlotVerified) -> None:
@@ -59,32 +127,53 @@ def verified(node: Node, event: e.SlotVerified) -> None:
         slot = arena.slots[event.slot]
         if slot.version == event.version and slot.state == SEALED:
             slot.state = CORRUPT
-            text = f"local rank {arena.local_index}, {event.version}: {event.problem}"
+            text = f"rank {slot.rank}, {event.version}: {event.problem}"
             node.damaged.append(text)
             node.count("corrupt_slots")
             node.problem(text)
-            if node.coordinator.complete == event.version:
-                node.coordinator.complete = plan(node.inventory()).version
+            _failed_own(node, slot.rank, event)
     if key in node.verifying:
         node.verifying.discard(key)
-        if event.problem:
-            node.decision = None  # plan again without it, once the others have answered
-        decide(node)
+        _check_ready(node)
 
 
-def _answer(node: Node) -> None:
-    if node.state != SERVING:
+def _failed_own(node: Node, rank: int, event: e.SlotVerified) -> None:
+    if node.decision is not None and node.state == RESTORING:
+        node.places.pop(rank, None)
+        _fail(node, Failure(node.decision.number, node.card.node_id, rank, event.version, True, event.problem))
+
+
+def _check_ready(node: Node) -> None:
+    decision = node.decision
+    if decision is None or decision.failure or node.verifying or node.bringing or node.failures:
+        return
+    if all(piece.rank in node.places for piece in decision.pieces):
+        node.restored = decision.number
+
+
+def _begin(node: Node) -> None:
+    """All nodes are ready: this incarnation begins."""
+    assert node.decision is not None
+    node.state = SERVING
+    node.log("info", "restore decided", plan=list(node.decision.reasons), failure=node.decision.failure)
+    _refuse_other_versions(node)
+    snapshots.advance(node)
+
+
+def answer(node: Node) -> None:
+    decision = node.decision
+    if node.state != SERVING and not (decision is not None and decision.failure):
         return
     requests, node.restore_requests = node.restore_requests, []
     for request in requests:
         member = node.member_of(request.conn)
         if member is None:
             continue
-        answer = _answer_for(node, member, request.ticket)
-        if isinstance(answer, Error):
-            node.refuse(request.conn, request.ticket, answer)
+        found = _answer_for(node, member, request.ticket)
+        if isinstance(found, Error):
+            node.refuse(request.conn, request.ticket, found)
         else:
-            node.do(e.Send(request.conn, answer, answer.arena_id))
+            node.do(e.Send(request.conn, found, found.arena_id))
 
 
 def _answer_for(node: Node, member: Member, ticket: int) -> RestoreFrom | Error:
@@ -92,29 +181,29 @@ def _answer_for(node: Node, member: Member, ticket: int) -> RestoreFrom | Error:
     if decision is None:  # this keeper took over a job that was training already
         return RecoveryError("the training has begun", hint="call restore() once, before the first take()")
     if decision.failure:
-        kind = IntegrityError if node.damaged else RecoveryError
+        kind = IntegrityError if decision.damage else RecoveryError
         return kind(decision.failure, hint="keepstep inspect shows what is held; keepstep release gives it up")
     if decision.version is None:
         return RestoreFrom(None, "", 0, 0, list(decision.reasons), ticket)
     register = member.register
-    piece = next((p for p in decision.pieces if p.local_index == member.index), None)
-    first = decision.pieces[0]
-    if (
-        piece is None
-        or (piece.rank, piece.world_size) != (register.rank, register.world_size)
-        or first.local_world_size != register.local_world_size
-    ):
+    piece = next((p for p in decision.pieces if p.rank == register.rank), None)
+    place = node.places.get(register.rank)
+    moved = piece is not None and piece.source == OWN and piece.local_index != member.index
+    if piece is None or place is None or moved or decision.world_size != register.world_size:
         return RecoveryError(
-            f"{decision.version} was saved by {first.local_world_size} local ranks of {first.world_size}, "
+            f"{decision.version} was saved by {decision.local_world_size} local ranks of {decision.world_size}, "
             f"this job has {register.local_world_size} of {register.world_size}",
             hint="start with the same number of ranks, or give the state up with keepstep release",
         )
-    if decision.version not in node.coordinator.retain:
+    if decision.version not in node.retain:
         return RecoveryError(
             f"{decision.version} is gone: newer versions have taken its place",
             hint="call restore() once, before the first take()",
         )
-    return RestoreFrom(decision.version, piece.arena_id, piece.slot, piece.size_bytes, list(decision.reasons), ticket)
+    source = "parity" if piece.source == REBUILD else "memory"
+    return RestoreFrom(
+        decision.version, place.arena_id, place.slot, place.size_bytes, list(decision.reasons), ticket, source
+    )
 
 
 def loaded(node: Node, event: e.RankLoaded) -> None:
@@ -159,3 +248,8 @@ def fail_loading(node: Node, error: Error) -> None:
 
 def ended_meanwhile(rank: int) -> Error:
     return RecoveryError(f"rank {rank} ended while the job was restoring", hint="the launcher restarts the job")
+
+
+def brought_arena(node: Node, event: e.ArenaAdded) -> None:
+    """A new arena that holds what was brought in: it becomes the rank's own."""
+    arenas.arena_added(node, event)

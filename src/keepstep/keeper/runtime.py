@@ -7,6 +7,7 @@ through a queue that wakes the loop. A connection that misbehaves is closed and 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
@@ -14,6 +15,7 @@ import secrets
 import selectors
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -29,16 +31,19 @@ from keepstep.keeper import messages, report, work
 from keepstep.keeper.control import Connection
 from keepstep.keeper.core import Core
 from keepstep.keeper.lease import BACKLOG, Post
+from keepstep.keeper.network import Network
 from keepstep.keeper.node import Limits
 from keepstep.protocol import (
     MAX_FDS,
     ArenaGiven,
+    CardIs,
     Ending,
     FrameError,
     Hold,
+    NodeCard,
     Refused,
 )  # fmt: skip
-from keepstep.types import Status
+from keepstep.types import Status, Version
 
 TICK_S = 0.25
 MAX_CONNECTIONS = 256
@@ -57,8 +62,10 @@ class Keeper:
         self.identity = identity
         self.instance = secrets.token_hex(16)
         self.post = Post(identity)
-        limits = Limits(config.keeper.lease_s, config.keeper.fence_s, config.keeper.orphan_s, sidecar)
-        self.core = Core(limits)
+        self.config = config
+        self.core = Core(limits_of(config, sidecar=sidecar), NodeCard(identity.node_id, self.instance, "", 0))
+        self.network: Network | None = None
+        """opened when somebody asks for this keeper's card: a node alone listens to nobody"""
         self.arenas: dict[str, Arena] = {}
         self.connections: dict[int, Connection] = {}
         self.pidfds: dict[int, int] = {}
@@ -81,9 +88,8 @@ class Keeper:
         self.post.control.setblocking(False)
         self._selector.register(self.post.control, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda received, frame: self.end(f"signal {signal.Signals(received).name}"))
+        if threading.current_thread() is threading.main_thread():
+            self._watch_signals()
         self.post.announce(self.instance)
         log.info("keeper serves", extra={"run_id": self.identity.run_id, "node_id": self.identity.node_id})
         last_tick = 0.0
@@ -96,6 +102,11 @@ class Keeper:
                 self._guard(self._tick)
         # Not in a finally: a keeper that fails must look like one that was killed, and be replaced.
         self._close()
+
+    def _watch_signals(self) -> None:
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda received, frame: self.end(f"signal {signal.Signals(received).name}"))
 
     def _guard(self, call: Callable[[], None]) -> None:
         """A fault in one thing must not end the others: nobody else may hold the memory."""
@@ -150,6 +161,8 @@ class Keeper:
             with contextlib.suppress(FrameError, OSError):
                 connection.queue(Ending(self.ending))
             self._drop(connection)
+        if self.network is not None:
+            self.network.close()
         self.work.close()
         self.http.close()
         self.post.close()
@@ -283,7 +296,7 @@ class Keeper:
                 self.core.progress[member.index] = member.register.progress
 
     def _do_send(self, effect: e.Send) -> None:
-        fds = [self.arenas[effect.arena_id].segment.fd] if effect.arena_id else None
+        fds = [self.arenas[arena_id].segment.fd for arena_id in (effect.arena_id, *effect.more) if arena_id]
         self.send(self.connections.get(effect.conn), effect.message, fds)
 
     def _do_grant(self, effect: e.WriteGrant) -> None:
@@ -319,14 +332,15 @@ class Keeper:
             result.close()
             self.send(connection, Refused("KeeperError", f"the new arena cannot be read: {error}", "", wanted.ticket))
             return
-        self.arenas[result.arena_id] = result
-        self.handle(described)
+        self.add_arena(result, described)
         size = result.segment.size_bytes
         self.send(connection, ArenaGiven(result.arena_id, size, True, wanted.ticket), [result.segment.fd])
         self.offer_holds()
 
     def _do_drop(self, effect: e.DropArena) -> None:
         log.info("arena dropped", extra={"arena": effect.arena_id, "reason": effect.reason})
+        if self.network is not None:
+            self.network.shelf.take_away(effect.arena_id)
         self.arenas.pop(effect.arena_id).close()
         self.offer_holds()
 
@@ -341,26 +355,93 @@ class Keeper:
     def _do_log(self, effect: e.Log) -> None:
         log.log(getattr(logging, effect.level.upper()), effect.text, extra=effect.fields)
 
+    # Other nodes
+
+    def open_network(self) -> Network:
+        if self.network is None:
+            self.network = Network(
+                self.identity, self.instance, self.config,
+                later=self.later, handle=self.handle, holds_changed=self.offer_holds,
+            )  # fmt: skip
+            self.network.check = self._check_slot
+            self.core.card = self.network.card
+            for arena in self.arenas.values():
+                self.network.shelf.put(arena)
+        return self.network
+
+    def add_arena(self, arena: Arena, described: e.ArenaAdded) -> None:
+        self.arenas[arena.arena_id] = arena
+        if self.network is not None:
+            self.network.shelf.put(arena)
+        self.handle(described)
+
+    def _check_slot(self, arena_id: str, slot: int, version: Version) -> None:
+        arena = self.arenas.get(arena_id)
+        if arena is not None:
+            self.work.verify(arena, e.VerifySlot(arena_id, slot, version))
+
+    def _do_bring_in(self, effect: e.BringIn) -> None:
+        self.open_network().bring_in(effect, self.arenas.get(effect.arena_id), self.work.make_for, self._brought_in)
+
+    def _brought_in(self, event: e.BroughtIn, made: Arena | None) -> None:
+        if made is not None:
+            wanted = self.core.decision is not None and self.core.decision.number == event.plan
+            if not wanted:
+                made.close()
+                return
+            described = dataclasses.replace(work.describe(made), ledger=None)
+            self.add_arena(made, described)
+            self.offer_holds()
+        self.handle(event)
+
+    def card_is(self, ticket: int) -> CardIs:
+        """Who this keeper is, and whom it last knew: what a launcher needs to agree on an incarnation."""
+        card = self.open_network().card
+        core = self.core
+        membership = core.membership
+        number = max([core.incarnation.number, *([core.opening.incarnation.number] if core.opening else [])])
+        return CardIs(
+            card, number, list(membership.nodes) if membership else [],
+            membership.incarnation.number if membership else 0, bool(self.arenas), ticket,
+            membership.secret if membership else b"",
+        )  # fmt: skip
+
+    def held_fds(self) -> dict[str, int]:
+        """Every memfd of this node, by name."""
+        found = {arena_id: arena.segment.fd for arena_id, arena in self.arenas.items()}
+        if self.network is not None:
+            found |= {buffer_id: held.segment.fd for buffer_id, held in self.network.parities.items()}
+        return found
+
     def offer_holds(self) -> None:
         """Every trainer and launcher keeps a duplicate of every memfd of the node."""
+        mine = self.held_fds()
         for connection in list(self.connections.values()):
             if connection.role not in ("trainer", "launcher"):
                 continue
-            new = [arena_id for arena_id in self.arenas if arena_id not in connection.offered]
-            gone = [arena_id for arena_id in connection.offered if arena_id not in self.arenas]
+            new = [name for name in mine if name not in connection.offered]
+            gone = [name for name in connection.offered if name not in mine]
             connection.held -= set(gone)
-            connection.offered = set(self.arenas)
+            connection.offered = set(mine)
             for start in range(0, max(len(new), bool(gone)), MAX_FDS):
                 batch = new[start : start + MAX_FDS]
-                self.send(connection, Hold(batch, gone), [self.arenas[i].segment.fd for i in batch])
+                self.send(connection, Hold(batch, gone), [mine[name] for name in batch])
 
     # Status
 
     def status(self) -> Status:
         self._read_progress()
         others = (c for c in self.connections.values() if c.role in ("trainer", "launcher"))
-        holders = sum(set(self.arenas) <= connection.held for connection in others)
-        return report.status_of(self.core, self.identity, instance=self.instance, started=self.started, holders=holders)
+        mine = set(self.held_fds())
+        holders = sum(mine <= connection.held for connection in others)
+        return report.status_of(
+            self.core,
+            self.identity,
+            instance=self.instance,
+            started=self.started,
+            holders=holders,
+            network=self.network,
+        )
 
     def _status_from_outside(self) -> Status:
         future: Future[Status] = Future()
@@ -379,4 +460,19 @@ _EFFECTS: dict[type, Callable[[Keeper, Any], None]] = {
     e.Kill: Keeper._do_kill,
     e.End: Keeper._do_end,
     e.Log: Keeper._do_log,
+    e.Tell: lambda keeper, effect: keeper.open_network().tell(effect),
+    e.Meet: lambda keeper, effect: keeper.open_network().meet(effect),
+    e.BringIn: Keeper._do_bring_in,
+    e.GiveUpBringing: lambda keeper, effect: keeper.open_network().give_up_bringing(effect),
+    e.StartExchange: lambda keeper, effect: keeper.open_network().start_exchange(effect),
+    e.StopExchange: lambda keeper, effect: keeper.open_network().stop_exchange(effect),
+    e.FreeParity: lambda keeper, effect: keeper.open_network().free_parity(effect),
 }
+
+
+def limits_of(config: Config, *, sidecar: bool) -> Limits:
+    keeper, parity = config.keeper, config.parity
+    return Limits(
+        keeper.lease_s, keeper.fence_s, keeper.orphan_s, sidecar, parity.losses, parity.group_size,
+        parity.deadline_s, parity.stall_s, parity.inventory_s, config.peers.dead_s,
+    )  # fmt: skip

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from keepstep.arena.header import Grant
 from keepstep.keeper import events as e
-from keepstep.keeper.coordinator import OpenGrant
+from keepstep.keeper.grants import OpenGrant
 from keepstep.keeper.node import COMMITTED, CORRUPT, FREE, GRANTED, SEALED, SERVING, Member, Node, Slot
-from keepstep.protocol import Complete, Done, Voided
+from keepstep.keeper.words import GrantOrder, Orders, Outcome
+from keepstep.protocol import Complete, Protected, Voided
 from keepstep.types import Incarnation, Version
 
 
@@ -22,12 +23,12 @@ def committed(node: Node, event: e.SnapshotCommitted) -> None:
     if _too_early(node, member, event):
         return
     if slot.state == SEALED and slot.version == event.version:  # said again after the keeper came back
-        if node.coordinator.complete is not None and node.coordinator.complete >= event.version:
+        if node.kept.complete is not None and node.kept.complete >= event.version:
             node.do(e.Send(event.conn, Complete(event.version)))
         return
     if slot.state == COMMITTED and slot.version == event.version:
-        node.coordinator.commit(member.index, event.slot, event.version)
-    elif slot.state == GRANTED and node.coordinator.commit(member.index, event.slot, event.version):
+        node.grants.commit(member.index, event.slot, event.version, member.register.rank)
+    elif slot.state == GRANTED and node.grants.commit(member.index, event.slot, event.version, member.register.rank):
         slot.state, slot.version = COMMITTED, event.version
         node.do(e.SealSlot(event.arena_id, event.slot, event.version, None))
     elif member.alive and slot.state == FREE:
@@ -41,7 +42,7 @@ def void(node: Node, event: e.GrantVoid) -> None:
         return
     if _too_early(node, member, event):
         return
-    grant = node.coordinator.refuse(member.index, event.version.step, event.reason)
+    grant = node.grants.refuse(member.index, event.version.step, member.register.rank, event.reason)
     if grant is not None:
         node.count("voids")
         node.log("warning", "grant void", rank=member.register.rank, step=event.version.step, reason=event.reason)
@@ -58,12 +59,12 @@ def sealed(node: Node, event: e.SlotSealed) -> bool:
         return False  # of a version that is not there any more
     if event.problem:
         slot.state, slot.version = FREE, None
-        node.coordinator.fail_seal(arena.local_index, event.slot, event.problem)
+        node.grants.fail_seal(arena.local_index, event.slot, node.rank_of(arena.local_index), event.problem)
     else:
         slot.state, slot.version, slot.sealed_at = SEALED, event.version, node.now
         slot.rank, slot.world_size = event.rank, event.world_size
         slot.local_world_size, slot.size_bytes = event.local_world_size, event.size_bytes
-        grant = node.coordinator.find(arena.local_index, event.slot)
+        grant = node.grants.find(arena.local_index, event.slot)
         if grant is not None and grant.committed.get(arena.local_index) == event.version:
             grant.sealed.add(arena.local_index)
         node.count("sealed_bytes", event.size_bytes)
@@ -73,47 +74,54 @@ def sealed(node: Node, event: e.SlotSealed) -> bool:
 def _too_early(node: Node, member: Member, event: e.SnapshotCommitted | e.GrantVoid) -> bool:
     """A rank that came back first may speak of a grant that is taken up only when all are back: keep its word."""
     own = node.last_grant.get(member.index)
-    if own is None or own.incarnation != node.incarnation or own.serial <= node.coordinator.serial:
+    if own is None or own.incarnation != node.incarnation or own.serial <= node.grants.serial:
         return False
     node.early[member.index] = event
     return True
 
 
 def advance(node: Node) -> None:
-    """Settle what is over, then grant what may be granted, then tell; in this order, so that a trainer
-    that hears of a complete version finds its next grant in place."""
-    ready = node.state == SERVING and node.opening is None and node.all_loaded()
-    if ready:
+    """Take up what a keeper before this one had granted, once all ranks are back."""
+    if node.state == SERVING and node.opening is None and node.all_loaded():
         _resume(node)
-    over = node.coordinator.settle()
-    for grant, version in over:
+
+
+def settle(node: Node) -> list[tuple[OpenGrant, Outcome]]:
+    """Close the grants that the coordinator has settled; their slots are free or hold what is retained."""
+    over: list[tuple[OpenGrant, Outcome]] = []
+    for outcome in node.kept.outcomes:
+        node.settled = max(node.settled, outcome.serial)
+        grant = node.grants.settle(outcome.serial)
+        if grant is None:
+            continue
         for index, slot_index in grant.slots.items():
-            _free(node, index, slot_index, keep=version)
-    if over:
-        if any(version is not None for _, version in over):
-            assert node.coordinator.complete is not None
-            node.remembered = max(node.remembered or node.coordinator.complete, node.coordinator.complete)
+            _free(node, index, slot_index, keep=outcome.version)
+        over.append((grant, outcome))
+        if outcome.version is not None:
             node.damaged.clear()  # nothing will fall back behind this version any more
-        node.write_ledger()
-        drop_old_arenas(node)
-    if ready:
-        node.coordinator.members = set(node.members)
-        _grant(node)
-        for request in node.loaded_requests:
-            node.do(e.Send(request.conn, Done(ticket=request.ticket)))
-        node.loaded_requests = []
-    for grant, version in over:
-        _tell(node, grant, version)
+    return over
+
+
+def hand_out(node: Node) -> bool:
+    """Give the coordinator's next grant to all local ranks at once."""
+    if not (node.opening is None and node.all_loaded()):
+        return False
+    new = [order for order in node.kept.grants if order.serial > max(node.grants.serial, node.settled)]
+    for order in new:
+        _grant(node, order)
+    return bool(new)
+
+
+def has_room(node: Node) -> bool:
+    return node.all_loaded() and all(_free_slot(node, member) is not None for member in node.members.values())
 
 
 def _resume(node: Node) -> None:
-    """After the keeper's own death, once all ranks are back: take up the grant that stands in the arenas."""
+    """After the keeper's own death: the grant that stands in the arenas."""
     standing = {i: grant for i, grant in node.last_grant.items() if grant.incarnation == node.incarnation}
     latest = max(standing.values(), key=lambda grant: grant.serial, default=None)
-    if latest is not None and latest.serial > node.coordinator.serial:
-        node.coordinator.serial = latest.serial
-        if node.coordinator.complete is not None and node.coordinator.complete.incarnation == node.incarnation:
-            node.coordinator.base = None
+    if latest is not None and latest.serial > max(node.grants.serial, node.settled):
+        node.grants.serial = latest.serial
         _take_up(node, {i: grant for i, grant in standing.items() if grant.serial == latest.serial}, latest)
         node.write_ledger()
     words, node.early = node.early, {}
@@ -131,7 +139,7 @@ def _take_up(node: Node, standing: dict[int, Grant], latest: Grant) -> None:
         own = standing.get(index)
         arena = node.arenas.get(member.arena_id)
         if own is None or arena is None or not 0 <= own.slot < len(arena.slots):
-            grant.void = (index, "the keeper died before it had granted this to all ranks")
+            grant.void = (member.register.rank, "the keeper died before it had granted this to all ranks")
             continue
         grant.slots[index] = own.slot
         slot = arena.slots[own.slot]
@@ -145,7 +153,7 @@ def _take_up(node: Node, standing: dict[int, Grant], latest: Grant) -> None:
         else:
             slot.state, slot.version = GRANTED, None
     if grant.slots:
-        node.coordinator.open.append(grant)
+        node.grants.open.append(grant)
 
 
 def _free(node: Node, index: int, slot_index: int, *, keep: Version | None) -> None:
@@ -156,37 +164,41 @@ def _free(node: Node, index: int, slot_index: int, *, keep: Version | None) -> N
         member = node.members.get(index)
         if slot.state == GRANTED and not (member and member.alive):
             continue  # its writer may not have begun: the next incarnation looks at what the slot still holds
-        unwanted = keep is None and slot.state == SEALED and slot.version not in node.coordinator.retain
+        unwanted = keep is None and slot.state == SEALED and slot.version not in node.retain
         if slot.state == GRANTED or unwanted:
             slot.state, slot.version = FREE, None
 
 
-def _tell(node: Node, grant: OpenGrant, version: Version | None) -> None:
-    for index in grant.slots:
-        member = node.members.get(index)
-        if member is None or not member.alive:
-            continue
-        if version is not None:
-            node.do(e.Send(member.conn, Complete(version)))
-        elif index in grant.committed:
-            assert grant.void is not None
-            by, reason = grant.void
-            rank = node.members[by].register.rank if by in node.members else -1
-            node.do(e.Send(member.conn, Voided(grant.committed[index], rank, reason)))
-    node.count("complete_versions" if version is not None else "void_versions")
+def tell(node: Node, over: list[tuple[OpenGrant, Outcome]], before: Orders) -> None:
+    """Said after all else, so that a trainer that hears of a complete version finds its next grant in place."""
+    final = node.kept.group is None
+    for grant, outcome in over:
+        for index in grant.slots:
+            member = node.members.get(index)
+            if member is None or not member.alive:
+                continue
+            if outcome.version is not None:
+                node.said_last.append(e.Send(member.conn, Complete(outcome.version, final)))
+            elif index in grant.committed:
+                voided = Voided(grant.committed[index], outcome.rank, outcome.reason)
+                node.said_last.append(e.Send(member.conn, voided))
+        node.count("complete_versions" if outcome.version is not None else "void_versions")
+    protected = node.kept.protected
+    if protected is not None and protected != before.protected:
+        for member in node.members.values():
+            if member.alive:
+                node.said_last.append(e.Send(member.conn, Protected(protected)))
 
 
-def _grant(node: Node) -> None:
-    if node.coordinator.why_no_grant():
-        return
+def _grant(node: Node, order: GrantOrder) -> None:
     slots: dict[int, int] = {}
     for index, member in node.members.items():
         slot = _free_slot(node, member)
         if slot is None:
+            node.grants.refuse_all(order, member.register.rank, "no slot is free")
             return
         slots[index] = slot.index
-    progress = max((node.progress.get(index, -1) for index in node.members), default=-1)
-    opened = node.coordinator.grant(progress, slots)
+    opened = node.grants.begin(order, slots)
     for index, slot_index in slots.items():
         member = node.members[index]
         slot = node.arenas[member.arena_id].slots[slot_index]
@@ -200,8 +212,8 @@ def _free_slot(node: Node, member: Member) -> Slot | None:
     arena = node.arenas.get(member.arena_id)
     if arena is None or arena.evidence:
         return None
-    kept = node.coordinator.retain
-    named = {grant.slots.get(member.index) for grant in node.coordinator.open}
+    kept = node.retain
+    named = {grant.slots.get(member.index) for grant in node.grants.open}
     order = {FREE: 0, CORRUPT: 1, SEALED: 2}
     usable = [
         slot
@@ -214,7 +226,7 @@ def _free_slot(node: Node, member: Member) -> Slot | None:
 
 def drop_old_arenas(node: Node) -> None:
     """An arena that was replaced goes when none of its versions is needed any more."""
-    retain = node.coordinator.retain
+    retain = node.retain
     for arena in list(node.arenas.values()):
         current, member = node.arena_of(arena.local_index), node.members.get(arena.local_index)
         used = member.arena_id if member is not None and member.arena_id else current.arena_id if current else ""

@@ -14,12 +14,14 @@ from keepstep.arena.slots import Arena, SealedSlot, plan_header, total_bytes
 from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper import events as e
+from keepstep.keeper.manifest import RankManifest
 from keepstep.protocol import ArenaNeed
 from keepstep.types import Version
 
 # Measuring only: a snapshot is called sealed without reading it (benchmarks/bench_take.py, "copy alone").
 NO_SEAL = "KEEPSTEP_BENCH_NO_SEAL"
 RETRY_PAUSES_S = (0.01, 0.1, 1.0)
+VALUES_SLACK = 1 << 20
 
 
 class Work:
@@ -91,6 +93,19 @@ class Work:
             except (OSError, MemoryError):
                 self._ending.wait(pause_s)
         return call()
+
+    def make_for(self, effect: e.BringIn, manifest: RankManifest) -> Arena:
+        """An arena for a snapshot that comes from elsewhere, with room for the next ones of its rank."""
+        need = manifest.need
+        header = plan_header(
+            ArenaNeed(need.layout_bytes, 2 * need.values_bytes + VALUES_SLACK, need.payload_bytes),
+            slots=effect.slots, local_index=effect.local_index, generation=effect.generation,
+            run_id=self._identity.run_id, node_id=self._identity.node_id, instance=self._instance,
+        )  # fmt: skip
+        with self._allocating:
+            what = f"the snapshot of rank {effect.piece.rank} that this node takes over"
+            room.check(total_bytes(header), what, room=room.measure(), memory_limit_bytes=0)
+            return Arena.create(header)
 
     def _create(self, effect: e.CreateArena) -> Arena | Error:
         wanted = effect.wanted

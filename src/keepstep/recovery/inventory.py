@@ -1,15 +1,14 @@
-"""What is there: every sealed snapshot a keeper holds. Pure."""
+"""What is there: every sealed snapshot and every parity set that keepers hold. Pure values, sent between keepers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
-from keepstep.types import Version
+from keepstep.types import Incarnation, Version
 
 
-@dataclass(frozen=True)
-class Holding:
-    """One rank's sealed snapshot and where it lies."""
+class Holding(msgspec.Struct, frozen=True):
+    """One rank's sealed snapshot and where it lies on its node."""
 
     version: Version
     rank: int
@@ -21,11 +20,34 @@ class Holding:
     size_bytes: int
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """All holdings of a node, and the newest version that its ledger remembers as complete."""
+class SetKey(msgspec.Struct, frozen=True, order=True):
+    """One protection of one version: a version that is restored is protected again, in another placement."""
+
+    version: Version
+    incarnation: Incarnation
+    attempt: int
+
+
+class ParitySet(msgspec.Struct, frozen=True):
+    """One member's parity units of a protected version, and the group that made them."""
+
+    key: SetKey
+    losses: int
+    position: int
+    members: tuple[str, ...]
+    """node ids by position"""
+    ranks: tuple[tuple[int, ...], ...]
+    """by position: whose snapshots that node held"""
+    world_size: int
+    buffer_id: str = ""
+
+
+class Inventory(msgspec.Struct, frozen=True):
+    """All that a node holds, and the newest versions that its ledger remembers."""
 
     holdings: tuple[Holding, ...]
     complete: Version | None
     damaged: tuple[str, ...] = ()
     """what failed verification, one sentence each"""
+    sets: tuple[ParitySet, ...] = ()
+    protected: Version | None = None

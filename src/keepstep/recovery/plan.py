@@ -2,15 +2,52 @@
 
 `plan` never returns an older version without saying what was wrong with the newer ones, and never
 says "nothing" when something should be there: that is a failure with the inventory in its text.
+Sources are keepers, wherever their nodes stand now: a rank's bytes come from the slots of the node it
+runs on, else from another node's slots, else they are rebuilt from parity.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from keepstep.recovery.inventory import Holding, Inventory
+import msgspec
+
+from keepstep.parity.placement import recoverable
+from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.types import Version
+
+OWN, PEER, REBUILD = "own slots", "a peer's slots", "parity"
+
+
+class Rebuild(msgspec.Struct, frozen=True):
+    """Where the units of a group are: by position, the node of each rank's data ("" where lost) and of the parity."""
+
+    key: SetKey
+    losses: int
+    position: int
+    """of the node whose snapshots are rebuilt"""
+    ranks: tuple[tuple[int, ...], ...]
+    data: tuple[tuple[str, ...], ...]
+    parity: tuple[str, ...]
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Where the bytes of one rank come from."""
+
+    version: Version
+    rank: int
+    source: str
+    node_id: str
+    """where it lies; "" when it is rebuilt"""
+    size_bytes: int = 0
+    local_index: int = 0
+    arena_id: str = ""
+    slot: int = 0
+    rebuild: Rebuild | None = None
+    holders: tuple[str, ...] = ()
+    """nodes that hold snapshots of this version: replicated state may come from any of them"""
 
 
 @dataclass(frozen=True)
@@ -18,34 +55,128 @@ class Plan:
     """`version` None and `failure` empty: there is truly nothing to restore."""
 
     version: Version | None
-    pieces: tuple[Holding, ...]
+    pieces: tuple[Piece, ...]
     reasons: tuple[str, ...]
     failure: str = ""
+    local_world_size: int = 0
+    world_size: int = 0
 
 
-def plan(inventory: Inventory) -> Plan:
-    """Choose the newest version whose ranks are all there."""
-    by_version: dict[Version, dict[int, Holding]] = defaultdict(dict)
-    for holding in inventory.holdings:
-        by_version[holding.version][holding.local_index] = holding
-    reasons = list(inventory.damaged)
-    for version in sorted(by_version, reverse=True):
-        held = by_version[version]
-        wanted = next(iter(held.values())).local_world_size
-        missing = [index for index in range(wanted) if index not in held]
+@dataclass
+class _Found:
+    """All that is known of one version."""
+
+    by_rank: dict[int, list[tuple[str, Holding]]] = field(default_factory=lambda: defaultdict(list))
+    sets: dict[SetKey, dict[int, tuple[str, ParitySet]]] = field(default_factory=lambda: defaultdict(dict))
+
+    @property
+    def world_size(self) -> int:
+        for held in self.by_rank.values():
+            return held[0][1].world_size
+        return next(s.world_size for sets in self.sets.values() for _, s in sets.values())
+
+
+def plan(inventories: Mapping[str, Inventory], homes: Mapping[int, str], silent: Sequence[str] = ()) -> Plan:
+    """Choose the newest version whose ranks can all be had.
+
+    `homes`: the node on which each rank runs now, as far as it is known. `silent`: keepers that were
+    asked and did not answer.
+    """
+    versions = _gather(inventories)
+    reasons = [text for inventory in inventories.values() for text in inventory.damaged]
+    newest = max((i.complete for i in inventories.values() if i.complete is not None), default=None)
+    for version in sorted(versions, reverse=True):
+        found = versions[version]
+        pieces, missing = _pieces(version, found, homes)
         if missing:
-            reasons.append(f"{version} is not complete: local ranks {missing} have no sealed snapshot of it")
+            reasons.append(f"{version} cannot be had: {'; '.join(missing)}")
             continue
-        newest = inventory.complete
         if newest is not None and newest > version and not any(str(newest) in reason for reason in reasons):
             reasons.append(f"{newest} was complete once and is not held any more")
-        reasons.append(f"{version} is the newest version that all {wanted} local ranks have: own slots")
-        return Plan(version, tuple(held[index] for index in range(wanted)), tuple(reasons))
-    if inventory.complete is not None:
+        reasons.append(f"{version} is the newest version that all {len(pieces)} ranks can get: {_sources(pieces)}")
+        holding = next((h for held in found.by_rank.values() for _, h in held), None)
+        local = holding.local_world_size if holding else 0
+        return Plan(version, pieces, tuple(reasons), "", local, found.world_size)
+    if silent:
+        reasons.append(f"no answer from the keepers of {', '.join(silent)}")
+    if newest is not None:
         text = "; ".join(reasons) or "no sealed snapshot is left"
-        failure = f"{inventory.complete} was complete once and cannot be given back: {text}"
-        return Plan(None, (), tuple(reasons), failure)
-    if inventory.damaged:
+        return Plan(None, (), tuple(reasons), f"{newest} was complete once and cannot be given back: {text}")
+    if silent or any(i.damaged for i in inventories.values()):
         return Plan(None, (), tuple(reasons), "; ".join(reasons))
     reasons.append("no version of this run was ever complete")
     return Plan(None, (), tuple(reasons))
+
+
+def _gather(inventories: Mapping[str, Inventory]) -> dict[Version, _Found]:
+    versions: dict[Version, _Found] = defaultdict(_Found)
+    for node_id, inventory in inventories.items():
+        for holding in inventory.holdings:
+            versions[holding.version].by_rank[holding.rank].append((node_id, holding))
+        for parity in inventory.sets:
+            versions[parity.key.version].sets[parity.key][parity.position] = (node_id, parity)
+    return versions
+
+
+def _pieces(version: Version, found: _Found, homes: Mapping[int, str]) -> tuple[tuple[Piece, ...], list[str]]:
+    """The piece of every rank, or what is missing, one sentence each."""
+    pieces: list[Piece] = []
+    missing: dict[str, list[int]] = defaultdict(list)
+    holders = tuple(sorted({node_id for held in found.by_rank.values() for node_id, _ in held}))
+    rebuilds: dict[int, Rebuild | str] = {}
+    for rank in range(found.world_size):
+        held = found.by_rank.get(rank, [])
+        if held:
+            node_id, holding = min(held, key=lambda one: (one[0] != homes.get(rank, one[0]), one[0], one[1].slot))
+            source = OWN if homes.get(rank, node_id) == node_id else PEER
+            where = (holding.size_bytes, holding.local_index, holding.arena_id, holding.slot)
+            pieces.append(Piece(version, rank, source, node_id, *where, holders=holders))
+            continue
+        if rank not in rebuilds:
+            rebuilds.update(_rebuilds(rank, found))
+        rebuild = rebuilds[rank]
+        if isinstance(rebuild, str):
+            missing[rebuild].append(rank)
+        else:
+            pieces.append(Piece(version, rank, REBUILD, "", rebuild=rebuild, holders=holders))
+    return tuple(pieces), [f"ranks {ranks} {why}" for why, ranks in missing.items()]
+
+
+def _rebuilds(rank: int, found: _Found) -> dict[int, Rebuild | str]:
+    """How the ranks of a lost node can be rebuilt: by the newest set that allows it."""
+    why = "have no sealed snapshot of it, and no parity covers them"
+    for key in sorted(found.sets, reverse=True):
+        held = found.sets[key]
+        first = next(iter(held.values()))[1]
+        position = next((p for p, ranks in enumerate(first.ranks) if rank in ranks), None)
+        if position is None:
+            continue
+        data = tuple(
+            tuple(min((n for n, _ in found.by_rank.get(r, [])), default="") for r in ranks) for ranks in first.ranks
+        )
+        parity = tuple(held[p][0] if p in held else "" for p in range(len(first.members)))
+        data_lost = {p for p, nodes in enumerate(data) if "" in nodes}
+        parity_lost = {p for p, node in enumerate(parity) if not node}
+        problem = recoverable(len(first.members), first.losses, data_lost, parity_lost)
+        if not problem:
+            return {
+                r: Rebuild(key, first.losses, p, first.ranks, data, parity)
+                for p in data_lost
+                for r in first.ranks[p]
+                if not found.by_rank.get(r)
+            }
+        gone = [first.members[p] for p in sorted(data_lost | parity_lost)]
+        why = (
+            f"were on {first.members[position]}; its group of {len(first.members)} nodes "
+            f"({', '.join(first.members)}) covers {first.losses} lost, and {', '.join(gone)} are lost: {problem}"
+        )
+    return {rank: why}
+
+
+def _sources(pieces: Sequence[Piece]) -> str:
+    counts: dict[str, int] = defaultdict(int)
+    for piece in pieces:
+        counts[piece.source] += 1
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{count} from {source}" for source, count in counts.items())

@@ -86,11 +86,7 @@ class LocalRun:
             yield sorted(found, key=lambda arena: (arena.header.local_index, arena.header.generation))
 
     def keeper_pid(self) -> int:
-        """The pid on the keeper's card, 0 when there is none. A killed keeper leaves its card."""
-        try:
-            return int(json.loads(self.identity.card.read_text(encoding="utf-8"))["pid"])
-        except (OSError, ValueError):
-            return 0
+        return keeper_pid(self.identity)
 
     def kill_keeper(self) -> int:
         """SIGKILL, and wait for the end. Returns the pid."""
@@ -125,8 +121,7 @@ class LocalRun:
 
     def processes(self) -> list[int]:
         """Every other process that was started with this run in its environment."""
-        mark = f"KEEPSTEP_RUNTIME_DIR={self.identity.runtime_dir}".encode()
-        return [pid for pid in _pids() if pid != os.getpid() and mark in _environment(pid)]
+        return marked_processes(f"KEEPSTEP_RUNTIME_DIR={self.identity.runtime_dir}".encode())
 
     def __enter__(self) -> Self:
         return self
@@ -158,8 +153,21 @@ def alive(pid: int) -> bool:
         return False
 
 
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+def keeper_pid(identity: Identity) -> int:
+    """The pid on the keeper's card, 0 when there is none. A killed keeper leaves its card."""
+    try:
+        return int(json.loads(identity.card.read_text(encoding="utf-8"))["pid"])
+    except (OSError, ValueError):
+        return 0
+
+
+def marked_processes(*marks: bytes) -> list[int]:
+    """Every other process that was started with all of these (NAME=value) in its environment, and lives."""
+    found = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        if pid != os.getpid() and set(marks) <= set(_environment(pid)) and alive(pid):
+            found.append(pid)
+    return found
 
 
 def _environment(pid: int) -> list[bytes]:

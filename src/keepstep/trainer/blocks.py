@@ -4,19 +4,25 @@ Dense tensors are stored in memory order with their strides, so that a copy is o
 restored tensor has the same geometry. Tensors that share memory without being the same view are
 stored as the stretch of storage under all of them. What is not dense (gaps, expanded, conjugated) is
 stored as its contiguous values, and has to be materialised at `take`.
+
+What other nodes hold too goes into streams: one per set of ranks that hold it (and kind of device, so
+that a parity of it can be computed where it lies).
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from keepstep.layout import Entry, Layout, Piece, align
+from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece, Stream, align
+from keepstep.trainer.shares import Sharing
 from keepstep.trainer.state import local_part
+from keepstep.trainer.world import Ranks
 
 # A stretch of storage begins at such a multiple, so that every dtype in it stays aligned.
 SPAN_ALIGN = 16
@@ -46,30 +52,101 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """A stream, and where its bytes come from; the entries of these blocks count in the stream."""
+
+    stream: Stream
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
 class Blocks:
     """A layout and where its bytes come from."""
 
     layout: Layout
     blocks: tuple[Block, ...]
+    shared: tuple[Shared, ...] = ()
 
 
-def build(tensors: list[torch.Tensor], paths: dict[int, str]) -> Blocks:
-    """Lay the tensors out. Raises CaptureError, by path, for what has no plain bytes."""
+RanksOf = Callable[[torch.Tensor, str], Ranks | None]
+ClassKey = tuple[Ranks, str]
+
+
+def build(
+    tensors: list[torch.Tensor],
+    paths: dict[int, str],
+    *,
+    sharing: Sharing | None = None,
+    ranks_of: RanksOf = lambda tensor, path: None,
+) -> Blocks:
+    """Lay the tensors out. Raises CaptureError, by path, for what has no plain bytes.
+
+    `ranks_of` says who holds a tensor's bytes, None for this rank alone; without `sharing` all is its own.
+    """
     locals_ = [local_part(tensor, paths[index]) for index, tensor in enumerate(tensors)]
-    groups = _group(locals_)
-    entries: list[Entry] = []
+    own: list[list[int]] = []
+    classes: dict[ClassKey, list[list[int]]] = {}
+    for members in _group(locals_):
+        key = _class_of(members, tensors, locals_, paths, ranks_of) if sharing is not None else None
+        (own if key is None else classes.setdefault(key, [])).append(members)
+    order: list[list[int]] = []
+    blocks = _lay_out(own, order, tensors, locals_, paths)
+    sources = [(key[0], _lay_out(groups, order, tensors, locals_, paths)) for key, groups in sorted(classes.items())]
+    places = {member: (entry, piece) for entry, members in enumerate(order) for piece, member in enumerate(members)}
+    refs = tuple(places[index] for index in range(len(tensors)))
+    own_layout = Layout(tuple(block.entry for block in blocks), refs)
+    return _with_streams(Blocks(own_layout, tuple(blocks)), sources, sharing, turn=0)
+
+
+def turned(blocks: Blocks, sharing: Sharing, turn: int) -> Blocks:
+    """The same state with the parts of its streams dealt out to other holders."""
+    return _with_streams(blocks, [(one.stream.ranks, list(one.blocks)) for one in blocks.shared], sharing, turn)
+
+
+def _with_streams(
+    blocks: Blocks, sources: list[tuple[Ranks, list[Block]]], sharing: Sharing | None, turn: int
+) -> Blocks:
+    offset = blocks.layout.shared_offset
+    shared: list[Shared] = []
+    for ranks, members in sources:
+        assert sharing is not None
+        stream = sharing.stream(ranks, tuple(block.entry for block in members), offset=offset, turn=turn)
+        shared.append(Shared(stream, tuple(members)))
+        offset += align(stream.stored_bytes, CHUNK_BYTES)
+    layout = Layout(blocks.layout.entries, blocks.layout.refs, tuple(one.stream for one in shared))
+    return Blocks(layout, blocks.blocks, tuple(shared))
+
+
+def _lay_out(
+    groups: list[list[int]],
+    order: list[list[int]],
+    tensors: list[torch.Tensor],
+    locals_: list[torch.Tensor],
+    paths: dict[int, str],
+) -> list[Block]:
+    """One block behind the other; `order` collects whose they are, as a layout counts its entries."""
     blocks: list[Block] = []
-    refs: dict[int, tuple[int, int]] = {}
     offset = 0
     for members in groups:
-        block = _block(members, offset, tensors, locals_, paths)
-        for piece_index, member in enumerate(members):
-            refs[member] = (len(entries), piece_index)
-        entries.append(block.entry)
-        blocks.append(block)
-        offset = align(offset + block.entry.size_bytes)
-    layout = Layout(tuple(entries), tuple(refs[index] for index in range(len(tensors))))
-    return Blocks(layout, tuple(blocks))
+        blocks.append(_block(members, offset, tensors, locals_, paths))
+        offset = align(offset + blocks[-1].entry.size_bytes)
+    order += groups
+    return blocks
+
+
+def _class_of(
+    members: list[int],
+    tensors: list[torch.Tensor],
+    locals_: list[torch.Tensor],
+    paths: dict[int, str],
+    ranks_of: RanksOf,
+) -> ClassKey | None:
+    """Whose bytes a group of tensors is; None: this rank's own. All of them must show the same, whole bytes."""
+    if len({_geometry(locals_[index]) for index in members}) > 1 or not locals_[members[0]].is_contiguous():
+        return None
+    found = {ranks_of(tensors[index], paths[index]) for index in members}
+    ranks = found.pop() if len(found) == 1 else None
+    return None if ranks is None else (ranks, locals_[members[0]].device.type)
 
 
 class Signature:
@@ -175,12 +252,12 @@ def _piece(path: str, tensor: torch.Tensor, part: torch.Tensor, stride: tuple[in
     sharded = tensor if isinstance(tensor, DTensor) else getattr(tensor, "data", None)
     is_sharded = isinstance(sharded, DTensor)
     global_shape = tuple(tensor.shape)
-    region = _region(sharded) if isinstance(sharded, DTensor) else (0,) * part.dim()
+    region = region_of(sharded) if isinstance(sharded, DTensor) else (0,) * part.dim()
     name = str(part.dtype).removeprefix("torch.")
     return Piece(path, name, tuple(part.shape), stride, begin, global_shape, region, is_sharded)
 
 
-def _region(tensor: DTensor) -> tuple[int, ...]:
+def region_of(tensor: DTensor) -> tuple[int, ...]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -15,7 +15,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +27,13 @@ from keepstep.arena import header as h
 from keepstep.arena.header import TrainerHeader
 from keepstep.config import TakeConfig
 from keepstep.errors import CaptureError
-from keepstep.trainer.copies import PIECE_BYTES, CopyPlan, Samples, Unit
+from keepstep.trainer.coding import Coded
+from keepstep.trainer.copies import PIECE_BYTES, CopyPlan
 from keepstep.trainer.fence import Fence, Gate
+from keepstep.trainer.samples import Samples
+from keepstep.trainer.units import Unit
 from keepstep.trainer.view import ArenaView
+from keepstep.trainer.world import Place as Place
 from keepstep.types import Version
 
 log = logging.getLogger("keepstep")
@@ -38,16 +42,6 @@ log = logging.getLogger("keepstep")
 FULL_CHECKS = 3
 FIRST_GUESS_BYTES_S = 2e9
 THROTTLED_PIECE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Place:
-    """Who captures: goes into every slot header."""
-
-    rank: int
-    world_size: int
-    local_index: int
-    local_world_size: int
 
 
 @dataclass
@@ -59,7 +53,7 @@ class Job:
     slot: int
     header: TrainerHeader
     plan: CopyPlan
-    lazy: list[Unit]
+    lazy: list[Unit | Coded]
     gates: dict[int, Gate]
     samples: Samples | None
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -114,7 +108,7 @@ class Capture:
         header = TrainerHeader(
             h.WRITING, self._place.rank, self._place.world_size, self._place.local_index,
             self._place.local_world_size, h.INEXACT if inexact else 0, version, len(plan.encoded), len(values),
-            plan.payload_bytes, plan.layout_digest, time.time(),
+            plan.payload_bytes, plan.layout_digest, time.time(), plan.layout.shared_offset,
         )  # fmt: skip
         arena.write_trainer_header(slot, header)
         arena.segment.write(arena.values_span(slot).offset, values)
@@ -123,7 +117,7 @@ class Capture:
         job = Job(version, view, slot, header, plan, lazy, gates, self._sample(plan, lazy))
         self._copy_eager(job, plan.small, "small")
         self._copy_eager(job, eager, "eager")
-        job.ready = _record_events([u.source for u in lazy] + [source for _, source in job.staged])
+        job.ready = _record_events({unit.device for unit in lazy} | {source.device for _, source in job.staged})
         self.current = job
         try:
             faults.point("capture.queue")
@@ -133,8 +127,8 @@ class Capture:
             raise
         self._fence.arm(gates)
 
-    def _check_budget(self, eager: list[Unit]) -> None:
-        size = sum(unit.size_bytes for unit in eager if unit.source.device.type == "cpu")
+    def _check_budget(self, eager: list[Unit | Coded]) -> None:
+        size = sum(unit.read_bytes for unit in eager if unit.device.type == "cpu")
         rate = self.spent.eager_bytes / self.spent.eager_s if self.spent.eager_s > 0.01 else FIRST_GUESS_BYTES_S
         expected_ms = 1000 * size / rate
         if expected_ms > self._config.budget_ms:
@@ -145,7 +139,7 @@ class Capture:
                 hint="put the optimizer that writes them into the state, or raise KEEPSTEP_TAKE_BUDGET_MS",
             )
 
-    def _sample(self, plan: CopyPlan, lazy: list[Unit]) -> Samples | None:
+    def _sample(self, plan: CopyPlan, lazy: list[Unit | Coded]) -> Samples | None:
         if not self._config.fingerprint or not lazy:
             return None
         faults.point("capture.sample")
@@ -157,13 +151,17 @@ class Capture:
         samples.take()
         return samples
 
-    def _copy_eager(self, job: Job, units: list[Unit], name: str) -> None:
+    def _copy_eager(self, job: Job, units: Sequence[Unit | Coded], name: str) -> None:
         if not units:
             return
         started = time.perf_counter()
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        coded_bytes = 0
         for unit, target in zip(units, job.view.targets(job.slot, job.plan, units), strict=True):
+            if isinstance(unit, Coded):
+                coded_bytes += self._encode_eager(job, unit, target)
+                continue
             source = unit.block.source() if unit.block.materialise else unit.source
             if source.device.type == "cpu":
                 targets.append(target)
@@ -173,9 +171,17 @@ class Capture:
         if targets:
             faults.point("capture.eager")
             torch._foreach_copy_(targets, sources)
-            if name == "eager":
-                self.spent.eager_bytes += sum(source.numel() for source in sources)
-                self.spent.eager_s += time.perf_counter() - started
+        if name == "eager" and (targets or coded_bytes):
+            self.spent.eager_bytes += sum(source.numel() for source in sources) + coded_bytes
+            self.spent.eager_s += time.perf_counter() - started
+
+    def _encode_eager(self, job: Job, unit: Coded, target: torch.Tensor) -> int:
+        """Returns the bytes that were read on the host."""
+        if unit.device.type == "cpu":
+            unit.compute(target)
+            return unit.read_bytes
+        job.staged.append((target, unit.compute(torch.empty_like(target, device=unit.device))))
+        return 0
 
     def suspect(self) -> None:
         """A `take` finds the last capture unfinished and an optimizer whose hook did not fire: has it written?"""
@@ -187,7 +193,7 @@ class Capture:
             return
         changed = "its samples were not taken"
         if job.samples is not None:
-            unit = job.samples.changed(job.samples.sources, silent)
+            unit = job.samples.changed_at_source(silent)
             changed = f"{unit.path} changed without its optimizer's hook" if unit else ""
         if changed:
             job.void = changed
@@ -237,7 +243,11 @@ class Capture:
         targets = job.view.targets(job.slot, job.plan, job.lazy)
         left = {index: sum(index in unit.owners for unit in job.lazy) for index in job.gates}
         for unit, target in zip(job.lazy, targets, strict=True):
-            self._move(target, unit.source, min((job.gates[i] for i in unit.owners), key=id))
+            gate = min((job.gates[i] for i in unit.owners), key=id)
+            if isinstance(unit, Coded):
+                self._encode(target, unit, gate)
+            else:
+                self._move(target, unit.source, gate)
             for index in unit.owners:
                 left[index] -= 1
                 if left[index] == 0 and not self._checks_in_full(job):
@@ -248,7 +258,7 @@ class Capture:
             for gate in job.gates.values():
                 self._pass(gate)
         self._synchronise(devices)
-        self.spent.copied_bytes += sum(unit.size_bytes for unit in job.lazy)
+        self.spent.copied_bytes += sum(unit.read_bytes for unit in job.lazy)
         self.spent.copy_s += time.perf_counter() - started
 
     def _move(self, target: torch.Tensor, source: torch.Tensor, gate: Gate | None) -> None:
@@ -261,6 +271,18 @@ class Capture:
                 part.copy_(source[start : start + piece], non_blocking=True)
                 if rate and gate is not None and not gate.wanted.is_set():
                     gate.wanted.wait(part.numel() / rate)
+
+    def _encode(self, target: torch.Tensor, unit: Coded, gate: Gate) -> None:
+        """Parity is computed where the tensors are; only the result leaves a device."""
+        faults.point("capture.copy")
+        with self._on_stream(unit.device):
+            if unit.device.type == "cpu":
+                unit.compute(target)
+            else:
+                target.copy_(unit.compute(torch.empty_like(target, device=unit.device)), non_blocking=True)
+        rate = self._config.rate_bytes_s
+        if rate and not gate.wanted.is_set():
+            gate.wanted.wait(unit.size_bytes / rate)
 
     def _on_stream(self, device: torch.device) -> Any:
         return torch.cuda.stream(self._stream(device)) if device.type == "cuda" else nullcontext()
@@ -280,31 +302,34 @@ class Capture:
             self._stream(device).synchronize()
 
     def _checks_in_full(self, job: Job) -> bool:
-        return self._config.fingerprint and job.plan.snapshots < FULL_CHECKS
+        return self._config.fingerprint and job.plan.history.snapshots < FULL_CHECKS
 
     def _compare_in_full(self, job: Job, targets: list[torch.Tensor]) -> None:
         """While nobody waits: is what landed still what stands in the live tensors?"""
         for unit, target in zip(job.lazy, targets, strict=True):
             if any(gate.wanted.is_set() for gate in job.gates.values()):
                 return
-            if unit.source.device.type == "cpu" and not torch.equal(unit.source, target):
+            if unit.device.type != "cpu":
+                continue
+            now = unit.compute(torch.empty_like(target)) if isinstance(unit, Coded) else unit.source
+            if not torch.equal(now, target):
                 self._violated(job, unit)
                 return
 
     def _compare(self, job: Job) -> str:
         """Samples taken at the source against what landed. Returns what is wrong."""
-        job.plan.snapshots += 1
+        job.plan.history.snapshots += 1
         if job.samples is None:
             return ""
         faults.point("capture.compare")
-        unit = job.samples.changed(job.samples.landed(job.view.payload(job.slot)))
+        unit = job.samples.changed_on_the_way(job.view.payload(job.slot))
         if unit is not None:
             self._violated(job, unit)
             return job.void
         self._next_samples = (job.plan, len(job.lazy), Samples.choose(job.lazy, self._random))
         return job.void
 
-    def _violated(self, job: Job, unit: Unit) -> None:
+    def _violated(self, job: Job, unit: Unit | Coded) -> None:
         names = [self._fence.watched[index].name for index in sorted(unit.owners)]
         job.void = f"{unit.path} changed while it was copied: something writes it outside {', '.join(names)}.step()"
         log.error("%s; it is copied inside take from now on", job.void)
@@ -327,9 +352,6 @@ class Capture:
             log.exception("the keeper could not be told about step %d", job.version.step)
 
 
-def _record_events(sources: list[torch.Tensor]) -> dict[torch.device, torch.cuda.Event]:
+def _record_events(devices: set[torch.device]) -> dict[torch.device, torch.cuda.Event]:
     """Where the compute stream of each device stands now: copies begin behind it."""
-    events: dict[torch.device, torch.cuda.Event] = {}
-    for device in {source.device for source in sources if source.device.type == "cuda"}:
-        events[device] = torch.cuda.current_stream(device).record_event()
-    return events
+    return {device: torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"}

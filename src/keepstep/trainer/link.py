@@ -24,20 +24,25 @@ from keepstep.client import KeeperClient, NoAnswerError
 from keepstep.config import Config
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
+from keepstep.membership import with_own_card
 from keepstep.protocol import (
     Adopted,
+    CardIs,
     Committed,
     Complete,
+    Done,
     Ending,
     GiveBack,
     Goodbye,
     Held,
     Hold,
+    Membership,
     Register,
     Registered,
     StatusIs,
     Void,
     Voided,
+    WantCard,
     WantStatus,
 )  # fmt: skip
 from keepstep.spawn import start_keeper
@@ -67,9 +72,17 @@ class Listeners:
 class Link:
     """Registered with the keeper of this node for as long as it is open."""
 
-    def __init__(self, identity: Identity, config: Config, register: Register, listeners: Listeners) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        config: Config,
+        register: Register,
+        listeners: Listeners,
+        membership: Membership | None = None,
+    ) -> None:
+        """`membership`: what this trainer, and no launcher, told the keeper of its peers."""
         self.identity, self.config = identity, config
-        self._register, self._listeners = register, listeners
+        self._register, self._listeners, self._membership = register, listeners, membership
         self._client: KeeperClient | None = None
         """registered; who only dials is not here yet"""
         self._refused = False
@@ -175,6 +188,7 @@ class Link:
         rejoin = self.ready
         try:
             refused = self._give_back(client)
+            self._introduce_again(client)
             register = msgspec.structs.replace(
                 self._register, rejoin=rejoin, progress=self.progress(), arena_id=self.arena_id()
             )
@@ -206,6 +220,17 @@ class Link:
 
     def _dial(self) -> KeeperClient:
         return KeeperClient(self.identity, "trainer", on_push=self._pushed, on_lost=self._lost)
+
+    def _introduce_again(self, client: KeeperClient) -> None:
+        """A keeper that took the place of a dead one must not think itself alone."""
+        if (told := self._membership) is None:
+            return
+        timeout_s = self.config.keeper.request_s
+        card, _ = client.request(WantCard(), CardIs, timeout_s=timeout_s)
+        if card.card != told.nodes[told.node_rank]:
+            told = with_own_card(told, card.card)
+            client.request(told, Done, timeout_s=timeout_s)
+            self._membership = told
 
     def _give_back(self, client: KeeperClient) -> set[str]:
         """Returns what was refused."""

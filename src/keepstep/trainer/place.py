@@ -13,6 +13,7 @@ from keepstep.errors import ConfigError
 from keepstep.identity import Identity, identify, process_key
 from keepstep.protocol import Register
 from keepstep.trainer.capture import Place
+from keepstep.trainer.meeting import Met, meet
 from keepstep.types import Incarnation
 
 log = logging.getLogger("keepstep")
@@ -37,6 +38,11 @@ def find_identity(config: Config, place: Place) -> Identity:
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     owner = os.getppid() if launched or place.world_size > 1 else os.getpid()
     identity = identify(config, launch=process_key(owner))
+    if not identity.outlives_launch and place.world_size > place.local_world_size:
+        raise ConfigError(
+            "this job has several nodes and no name: its keepers would not know each other",
+            hint="--rdzv-id=<a name>, or KEEPSTEP_RUN_ID=<a name> on all nodes",
+        )
     if not identity.outlives_launch and place.rank == 0:
         log.warning(
             "this run has no id: its state can be restored under this launcher only. "
@@ -45,10 +51,18 @@ def find_identity(config: Config, place: Place) -> Identity:
     return identity
 
 
-def registration(config: Config, place: Place) -> Register:
+def meet_if_needed(identity: Identity, config: Config, place: Place) -> Met | None:
+    """Several nodes whose launcher agreed on nothing agree by themselves."""
+    if "KEEPSTEP_INCARNATION" in os.environ or place.world_size == place.local_world_size:
+        return None
+    return meet(identity, config, place)
+
+
+def registration(config: Config, place: Place, met: Met | None = None) -> Register:
     environ = os.environ
     launched = "TORCHELASTIC_RUN_ID" in environ
     given = environ.get("KEEPSTEP_INCARNATION")
+    incarnation = _parse_incarnation(given) if given else met.incarnation if met is not None else None
     if place.world_size == 1 and not launched:
         label = process_key(os.getpid())
     else:
@@ -56,7 +70,7 @@ def registration(config: Config, place: Place) -> Register:
         label = f"{process_key(os.getppid())}:{round_}"
     return Register(
         rank=place.rank, world_size=place.world_size, local_index=place.local_index,
-        local_world_size=place.local_world_size, incarnation=_parse_incarnation(given) if given else None,
+        local_world_size=place.local_world_size, incarnation=incarnation,
         label=label, launcher_pid=os.getppid() if launched else 0, every=config.every, slots=config.arena.slots,
         progress=-1,
     )  # fmt: skip

@@ -25,18 +25,21 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.errors import RecoveryError
 from keepstep.trainer import items as s
+from keepstep.trainer.blocks import region_of
 from keepstep.trainer.rng import (
     dtype_named,
     generator_state,
     loader_generators,
 )
-from keepstep.trainer.saved import Saved, copy_bits
+from keepstep.trainer.saved import Saved
+from keepstep.trainer.world import Ranks
 from keepstep.types import Source, Survives
 from keepstep.values import TensorRef
 
 log = logging.getLogger("keepstep")
 
 _MISSING = object()
+HoldersOf = Callable[[torch.Tensor, str], Ranks | None]
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,9 @@ class Restored:
 class Writer:
     """Checks a whole snapshot against the live objects, then writes it."""
 
-    def __init__(self, saved: Saved, items: s.Items) -> None:
-        self._saved, self._items = saved, items
+    def __init__(self, saved: Saved, items: s.Items, holders_of: HoldersOf = lambda tensor, path: None) -> None:
+        """`holders_of`: the ranks that hold a live tensor's bytes by structure, None where that cannot be said."""
+        self._saved, self._items, self._holders_of = saved, items, holders_of
         self._writes: list[Callable[[], object]] = []
         self._problems: list[str] = []
 
@@ -206,7 +210,7 @@ class Writer:
             self._writes.append(partial(self._write_again, item.path, optimizer, tree))
 
     def _write_again(self, path: str, optimizer: torch.optim.Optimizer, tree: Any) -> None:
-        writer = Writer(self._saved, self._items)
+        writer = Writer(self._saved, self._items, self._holders_of)
         writer._state_and_groups(path, optimizer, tree)
         writer.write()
 
@@ -291,7 +295,7 @@ class Writer:
                 continue
             here = group.get(key)
             if isinstance(value, TensorRef) and isinstance(here, torch.Tensor) and self._same(here, value):
-                copy_bits(here, self._saved.view(value))  # a tensor lr stays the same object
+                self._saved.write(here, value)  # a tensor lr stays the same object
             else:
                 group[key] = self._saved.values(value)
 
@@ -309,7 +313,7 @@ class Writer:
             return
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
-        copy_bits(_local(parameter.grad), self._saved.view(ref))
+        self._saved.write(_local(parameter.grad), ref)
 
     # Small print
 
@@ -321,7 +325,12 @@ class Writer:
                 f"{path} is {tuple(local.shape)} {local.dtype} now and was {piece.shape} {piece.dtype}"
             )
             return
-        self._writes.append(lambda: copy_bits(_local(live), self._saved.view(ref)))
+        if isinstance(live, DTensor) and piece.sharded and region_of(live) != piece.region:
+            self._problems.append(f"{path} is the part at {region_of(live)} now and was the part at {piece.region}")
+        before, now = self._saved.holders(ref), self._holders_of(live, path)
+        if before is not None and now is not None and before != now:
+            self._problems.append(f"{path} is the same on ranks {_some(now)} now and was on ranks {_some(before)}")
+        self._writes.append(lambda: self._saved.write(_local(live), ref))
 
     def _same(self, live: torch.Tensor, ref: TensorRef) -> bool:
         piece, local = self._saved.piece(ref), _local(live)
@@ -346,6 +355,11 @@ def _reorder(container: dict[Any, Any], keys: list[Any]) -> None:
         items = [(key, container[key]) for key in keys]
         container.clear()
         container.update(items)
+
+
+def _some(ranks: Ranks) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} … ({len(ranks)} of them)"
 
 
 def _storages(tensors: list[torch.Tensor]) -> set[int]:

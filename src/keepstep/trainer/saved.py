@@ -1,18 +1,20 @@
-"""A snapshot that was read back: its tree, its tensors as views of the arena, its random states."""
+"""A snapshot that was read back: its tree, its tensors as bytes of the arena and of streams, its random states."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from keepstep.errors import IntegrityError
-from keepstep.layout import Layout, Piece
+from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece
 from keepstep.trainer import items as s
-from keepstep.trainer.blocks import is_dense
+from keepstep.trainer.blocks import flat_bytes, is_dense
 from keepstep.trainer.rng import dtype_named, from_inline, loader_generators, set_generator, set_rng_state
+from keepstep.trainer.sources import Chunks
+from keepstep.trainer.world import Ranks
 from keepstep.values import InlineTensor, TensorRef, TorchDevice, TorchDtype, TorchSize
 
 
@@ -35,37 +37,72 @@ class RandomStates:
 
 
 class Saved:
-    """A verified snapshot: its tree, and its tensors as views of the arena."""
+    """A verified snapshot: its tree, and where the bytes of its tensors lie."""
 
-    def __init__(self, tree: dict[str, Any], layout: Layout, payload: torch.Tensor) -> None:
-        self.tree, self._layout, self._payload = tree, layout, payload
+    def __init__(
+        self, tree: dict[str, Any], layout: Layout, payload: torch.Tensor, streams: Mapping[str, Chunks] | None = None
+    ) -> None:
+        self.tree, self.layout, self._payload = tree, layout, payload
+        self._entries = layout.all_entries()
+        self._chunks = [(streams or {})[stream.class_id] for stream in layout.streams for _ in stream.entries]
+        """of the stream of each entry behind the rank's own"""
 
     def piece(self, ref: TensorRef) -> Piece:
-        try:
-            entry, piece = self._layout.refs[ref.index]
-        except IndexError:
-            raise IntegrityError("the values refer to a tensor that the layout does not have") from None
-        return self._layout.entries[entry].pieces[piece]
+        return self._find(ref)[1]
 
-    def view(self, ref: TensorRef) -> torch.Tensor:
-        """The saved tensor inside the arena. Copy it, never hand it out."""
-        entry_index, _ = self._layout.refs[ref.index]
-        entry, piece = self._layout.entries[entry_index], self.piece(ref)
-        dtype = dtype_named(piece.dtype)
-        if 0 in piece.shape:
-            return torch.empty_strided(piece.shape, piece.stride, dtype=dtype)
-        reach = 1 + sum((n - 1) * stride for n, stride in zip(piece.shape, piece.stride, strict=True))
-        begin, size = entry.offset + piece.start, reach * dtype.itemsize
-        if piece.start + size > entry.size_bytes or begin % dtype.itemsize:
-            raise IntegrityError(f"{piece.path} reaches beyond its entry")
-        flat = self._payload[begin : begin + size].view(dtype)
-        return flat.as_strided(piece.shape, piece.stride)
+    def holders(self, ref: TensorRef) -> Ranks | None:
+        """The ranks that held the tensor's bytes when it was saved; None: this rank alone."""
+        index = self.layout.refs[ref.index][0] - len(self.layout.entries)
+        for stream in self.layout.streams:
+            if 0 <= index < len(stream.entries):
+                return stream.ranks
+            index -= len(stream.entries)
+        return None
+
+    def write(self, target: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+        """Copy a saved tensor over one of the same shape and dtype. `target` never aliases the snapshot."""
+        entry, piece, chunks = self._find(ref)
+        if chunks is None:
+            return copy_bits(target, self._view(entry, piece))
+        if not is_dense(target) or not target.is_contiguous():
+            return copy_bits(target, self._gather(entry, piece, chunks))
+        _check_in_stream(entry, piece, target.dtype)
+        _fill(flat_bytes(target.detach()), entry.offset + piece.start, chunks)
+        return target
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """A new tensor of its own with the saved bytes and geometry."""
-        view = self.view(ref)
+        entry, piece, chunks = self._find(ref)
+        if chunks is not None:
+            return self._gather(entry, piece, chunks)
+        view = self._view(entry, piece)
         fresh = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype) if is_dense(view) else None
         return copy_bits(fresh if fresh is not None else torch.empty(view.shape, dtype=view.dtype), view)
+
+    def _find(self, ref: TensorRef) -> tuple[Entry, Piece, Chunks | None]:
+        try:
+            index, piece = self.layout.refs[ref.index]
+        except IndexError:
+            raise IntegrityError("the values refer to a tensor that the layout does not have") from None
+        own = len(self.layout.entries)
+        entry = self._entries[index]
+        return entry, entry.pieces[piece], self._chunks[index - own] if index >= own else None
+
+    def _view(self, entry: Entry, piece: Piece) -> torch.Tensor:
+        """The saved tensor inside the arena. Copy it, never hand it out."""
+        dtype = dtype_named(piece.dtype)
+        if 0 in piece.shape:
+            return torch.empty_strided(piece.shape, piece.stride, dtype=dtype)
+        begin, size = entry.offset + piece.start, _reach_bytes(entry, piece, dtype)
+        flat = self._payload[begin : begin + size].view(dtype)
+        return flat.as_strided(piece.shape, piece.stride)
+
+    def _gather(self, entry: Entry, piece: Piece, chunks: Chunks) -> torch.Tensor:
+        """A tensor of a stream in memory of its own: streams hold contiguous tensors only."""
+        fresh = torch.empty(piece.shape, dtype=dtype_named(piece.dtype))
+        _check_in_stream(entry, piece, fresh.dtype)
+        _fill(flat_bytes(fresh), entry.offset + piece.start, chunks)
+        return fresh
 
     def values(self, value: Any) -> Any:
         """A part of the tree as the user's objects know it: tensors and torch types instead of references."""
@@ -85,6 +122,42 @@ class Saved:
         if kind is TorchDtype:
             return dtype_named(value.name)
         return torch.device(value.name) if kind is TorchDevice else value
+
+
+def _reach_bytes(entry: Entry, piece: Piece, dtype: torch.dtype) -> int:
+    """The bytes from a piece's first element to its last. Raises when they are not inside its entry."""
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(piece.shape, piece.stride, strict=True))
+    size = reach * dtype.itemsize
+    if piece.start + size > entry.size_bytes or (entry.offset + piece.start) % dtype.itemsize:
+        raise IntegrityError(f"{piece.path} reaches beyond its entry")
+    return size
+
+
+def _check_in_stream(entry: Entry, piece: Piece, dtype: torch.dtype) -> None:
+    _reach_bytes(entry, piece, dtype)
+    expected = 1
+    for size, stride in zip(reversed(piece.shape), reversed(piece.stride), strict=True):
+        if size != 1 and stride != expected:
+            raise IntegrityError(f"{piece.path} is in a stream and not contiguous")
+        expected *= size
+
+
+def _fill(target: torch.Tensor, start: int, chunks: Chunks) -> None:
+    """Fill a flat tensor with the bytes of a stream from `start` on."""
+    for begin, part in _parts(start, target.numel(), chunks):
+        target[begin : begin + part.numel()].copy_(part)
+
+
+def _parts(start: int, size_bytes: int, chunks: Chunks) -> Iterator[tuple[int, torch.Tensor]]:
+    """(where it goes, bytes) for the pieces of chunks that [start, start + size) of a stream is made of."""
+    at = start
+    while at < start + size_bytes:
+        chunk, inside = divmod(at, CHUNK_BYTES)
+        part = chunks[chunk][inside : inside + start + size_bytes - at]
+        if not part.numel():
+            raise IntegrityError(f"chunk {chunk} of a stream is too short")
+        yield at - start, part
+        at += part.numel()
 
 
 def copy_bits(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,18 @@ class on one tiny CPU tensor per parameter group; the first real `take` corrects
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from keepstep.layout import align
+from keepstep.layout import CHUNK_BYTES, Stream, align, num_chunks
 from keepstep.protocol import ArenaNeed
 from keepstep.trainer.copies import CopyPlan
+from keepstep.trainer.replicas import Replicas
+from keepstep.trainer.shares import Sharing
 from keepstep.trainer.state import local_part
+from keepstep.trainer.world import Ranks
 
 log = logging.getLogger("keepstep")
 
@@ -22,17 +26,45 @@ log = logging.getLogger("keepstep")
 VALUES_SPARE_BYTES = 1 << 20
 LAYOUT_SPARE_BYTES = 1 << 16
 ENTRY_BYTES = 256
+CHUNK_LISTED_BYTES = 8
 REFERENCE_BYTES = 64
 TINY = (2, 2)
 
 
-def need_of(plan: CopyPlan, values_bytes: int, missing: list[int]) -> ArenaNeed:
-    """Room for the state as it is now, and for `missing` tensors (by size) that are still to come."""
+@dataclass(frozen=True)
+class Missing:
+    """A tensor that is still to come."""
+
+    size_bytes: int
+    ranks: Ranks | None = None
+    """who will hold it; None: this rank alone"""
+
+
+def need_of(plan: CopyPlan, values_bytes: int, missing: list[Missing], sharing: Sharing | None = None) -> ArenaNeed:
+    """Room for the state as it is now, and for what is still to come."""
+    unique = plan.layout.unique_bytes + sum(align(one.size_bytes) for one in missing if one.ranks is None)
+    shared = _shared_bytes(plan.layout.streams, missing, sharing)
+    listed = ENTRY_BYTES * len(missing) + CHUNK_LISTED_BYTES * num_chunks(shared)
     return ArenaNeed(
-        layout_bytes=len(plan.encoded) + len(plan.encoded) // 4 + LAYOUT_SPARE_BYTES + ENTRY_BYTES * len(missing),
+        layout_bytes=len(plan.encoded) + len(plan.encoded) // 4 + LAYOUT_SPARE_BYTES + listed,
         values_bytes=2 * values_bytes + VALUES_SPARE_BYTES + REFERENCE_BYTES * len(missing),
-        payload_bytes=plan.payload_bytes + sum(align(size) for size in missing),
+        payload_bytes=unique + shared,
     )
+
+
+def _shared_bytes(streams: tuple[Stream, ...], missing: list[Missing], sharing: Sharing | None) -> int:
+    """This rank's part of the classes as they will be; each begins at a multiple of a chunk."""
+    if sharing is None:
+        return 0
+    sizes = [(stream.ranks, align(stream.size_bytes)) for stream in streams]
+    for ranks in {one.ranks for one in missing if one.ranks is not None}:
+        more = sum(align(one.size_bytes) for one in missing if one.ranks == ranks)
+        known = next((i for i, (holders, _) in enumerate(sizes) if holders == ranks), None)
+        if known is None:
+            sizes.append((ranks, more))
+        else:
+            sizes[known] = (ranks, sizes[known][1] + more)
+    return sum(align(sharing.stored_bytes(ranks, size), CHUNK_BYTES) for ranks, size in sizes)
 
 
 def larger(need: ArenaNeed, *, times: int) -> ArenaNeed:
@@ -41,33 +73,39 @@ def larger(need: ArenaNeed, *, times: int) -> ArenaNeed:
     return ArenaNeed(need.layout_bytes, need.values_bytes, payload)
 
 
-def missing_state(optimizers: list[torch.optim.Optimizer]) -> list[int]:
-    """Sizes of the state tensors that these optimizers have not made yet."""
-    sizes: list[int] = []
+def missing_state(optimizers: list[torch.optim.Optimizer], replicas: Replicas) -> list[Missing]:
+    """The state tensors that these optimizers have not made yet."""
+    found: list[Missing] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             waiting = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
             if waiting:
-                sizes += _predict(optimizer, group, waiting)
-    return sizes
+                found += _predict(optimizer, group, waiting, replicas)
+    return found
 
 
-def missing_grads(optimizers: list[torch.optim.Optimizer]) -> list[int]:
-    """Sizes of the gradients that are not there yet."""
+def missing_grads(optimizers: list[torch.optim.Optimizer]) -> list[Missing]:
+    """The gradients that are not there yet."""
     parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return [local_part(p, "parameter").nbytes for p in parameters if p.requires_grad and p.grad is None]
+    return [Missing(local_part(p, "parameter").nbytes) for p in parameters if p.requires_grad and p.grad is None]
 
 
-def _predict(optimizer: torch.optim.Optimizer, group: dict[str, Any], waiting: list[torch.Tensor]) -> list[int]:
+def _predict(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], waiting: list[torch.Tensor], replicas: Replicas
+) -> list[Missing]:
     if "history_size" in group:
-        return _predict_history(group, waiting)
+        return [Missing(size) for size in _predict_history(group, waiting)]
     made = {dtype: _step_tiny(optimizer, group, dtype) for dtype in {parameter.dtype for parameter in waiting}}
-    sizes = []
+    found = []
     for parameter in waiting:
         local = local_part(parameter, "parameter")
         for shape, item_bytes in made[parameter.dtype]:
-            sizes.append(local.numel() * item_bytes if shape == TINY else item_bytes)
-    return sizes
+            if shape == TINY:
+                size = local.numel() * item_bytes
+                found.append(Missing(size, replicas.ranks_of_state(optimizer, parameter, size)))
+            else:
+                found.append(Missing(item_bytes))
+    return found
 
 
 def _predict_history(group: dict[str, Any], waiting: list[torch.Tensor]) -> list[int]:

@@ -37,17 +37,27 @@ from keepstep.protocol import (
 from keepstep.trainer import blocks, sizing
 from keepstep.trainer import state as states
 from keepstep.trainer.capture import Capture, Job
-from keepstep.trainer.copies import CopyPlan, plan_copies
 from keepstep.trainer.fence import Fence
 from keepstep.trainer.items import MODULE, OPTIMIZER, STATEFUL, Items, unwrap_optimizer
 from keepstep.trainer.link import Link, Listeners
 from keepstep.trainer.memory import Memory
 from keepstep.trainer.pending import PendingSnapshot
-from keepstep.trainer.place import find_identity, find_place, registration, warn_about_shared_store
+from keepstep.trainer.place import (
+    find_identity,
+    find_place,
+    meet_if_needed,
+    registration,
+    warn_about_shared_store,
+)
+from keepstep.trainer.replicas import Replicas
 from keepstep.trainer.restore import Restored, Writer, sharded_modules
 from keepstep.trainer.saved import RandomStates, Saved
+from keepstep.trainer.shares import Sharing
+from keepstep.trainer.sources import Sources
 from keepstep.trainer.state import Reader, Reading
+from keepstep.trainer.turns import Turns
 from keepstep.trainer.view import ArenaView
+from keepstep.trainer.world import World
 from keepstep.types import Source, Status, Survives, Version
 
 log = logging.getLogger("keepstep")
@@ -68,7 +78,9 @@ class Snapshotter:
         if key in _open_here:
             raise ConfigError("another Snapshotter of this run is open in this process", hint="close() it first")
         listeners = Listeners(self._on_complete, self._on_voided, self._on_arena_refused)
-        self._link = Link(self._identity, self.config, registration(self.config, self._place), listeners)
+        met = meet_if_needed(self._identity, self.config, self._place)
+        register = registration(self.config, self._place, met)
+        self._link = Link(self._identity, self.config, register, listeners, met.membership if met else None)
         self._link.progress = lambda: self._progress
         _open_here.add(key)
         self._key = key
@@ -78,10 +90,11 @@ class Snapshotter:
             self._place, self.config.take, self._fence, committed=self._on_committed, voided=self._on_void
         )
         self._reader = Reader(self._items, rng=self.config.rng, grads=self.config.grads)
+        self._sharing = self._find_sharing()
         self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
         self._memory = Memory(self._link, self.config.arena)
         self._link.arena_id = lambda: self._memory.arena_id
-        self._plan: CopyPlan | None = None
+        self._plans: Turns | None = None
         self._signature: blocks.Signature | None = None
         self._pending: dict[Version, PendingSnapshot] = {}
         self._changing = threading.Lock()
@@ -105,13 +118,16 @@ class Snapshotter:
         answer, fds = self._link.request(WantRestore(), RestoreFrom, timeout_s=self.config.keeper.restore_s)
         restored = None
         if answer.version is not None:
-            restored = self._load(answer, fds[0], rehearsal, started)
+            with Sources(fds[1:]) as sources:
+                restored = self._load(answer, fds[0], sources, rehearsal, started)
         # Before the first step: all that can fail, fails here.
         self._memory.get(self._foresee(), show=True)
         self._begin(restored.step if restored else None)
         return restored
 
-    def _load(self, answer: RestoreFrom, fd: int, rehearsal: Callable[[], object] | None, started: float) -> Restored:
+    def _load(
+        self, answer: RestoreFrom, fd: int, sources: Sources, rehearsal: Callable[[], object] | None, started: float
+    ) -> Restored:
         assert answer.version is not None
         if rehearsal is not None:
             self._rehearse(rehearsal)
@@ -120,8 +136,8 @@ class Snapshotter:
         arena = Arena.adopt(fd, run_id=self._identity.run_id, node_id=self._identity.node_id)
         view = ArenaView(arena, SegmentMap(arena.segment))
         try:
-            saved = _read_snapshot(view, answer)
-            writer = Writer(saved, self._items)
+            saved = _read_snapshot(view, answer, sources)
+            writer = Writer(saved, self._items, self._replicas().ranks_of)
             writer.prepare()
             writer.write()
             random_states = RandomStates(saved.tree, self._items)
@@ -158,19 +174,29 @@ class Snapshotter:
         self._link.request(Loaded(step), Done, timeout_s=self.config.keeper.restore_s)
         self._link.ready = True
 
+    # What other nodes hold too
+
+    def _find_sharing(self) -> Sharing | None:
+        """None on a single node, where everything is this rank's own."""
+        world, parity = World.of(self._place), self.config.parity
+        return Sharing(world, parity.replicated, parity.losses, parity.group_size) if world is not None else None
+
+    def _replicas(self) -> Replicas:
+        return Replicas(self._items, self._sharing, named=self.config.replicated)
+
     # Memory
 
     def _foresee(self) -> ArenaNeed:
         """What a snapshot will need, with the optimizer state that is still to come."""
         reading = self._reader.read()
-        self._plan = self._make_plan(reading)
+        self._plans = self._make_plans(reading)
         self._fence.muted = True
         try:
-            missing = sizing.missing_state(self._items.optimizers)
+            missing = sizing.missing_state(self._items.optimizers, self._replicas())
             missing += sizing.missing_grads(self._items.optimizers) if self.config.grads else []
         finally:
             self._fence.muted = False
-        return sizing.need_of(self._plan, len(reading.values), missing)
+        return sizing.need_of(self._plans.first, len(reading.values), missing, self._sharing)
 
     # Taking
 
@@ -242,10 +268,10 @@ class Snapshotter:
         view = self._memory.view
         assert view is not None
         reading = self._reader.read()
-        plan = self._current_plan(reading)
+        plan = self._current_plans(reading).at(version.step)
         need = ArenaNeed(len(plan.encoded), len(reading.values), plan.payload_bytes)
         if not view.arena.fits(need):
-            wanted = sizing.need_of(plan, len(reading.values), [])
+            wanted = sizing.need_of(plan, len(reading.values), [], self._sharing)
             self._memory.grow(wanted, before=lambda: self._capture.drain(timeout_s=600))
             raise CaptureError(f"the state has outgrown its arena ({plan.payload_bytes:,} bytes); a larger one is made")
         pending = PendingSnapshot(version.step)
@@ -253,16 +279,17 @@ class Snapshotter:
         self._capture.begin(view, grant.slot, version, plan, reading.values, inexact=inexact)
         return pending
 
-    def _current_plan(self, reading: Reading) -> CopyPlan:
-        """The cached plan while every tensor is where and what it was; a new one otherwise."""
-        if self._plan is None or self._signature is None or not self._signature.matches(reading.tensors):
-            self._plan = self._make_plan(reading)
-        return self._plan
+    def _current_plans(self, reading: Reading) -> Turns:
+        """The cached plans while every tensor is where and what it was; new ones otherwise."""
+        if self._plans is None or self._signature is None or not self._signature.matches(reading.tensors):
+            self._plans = self._make_plans(reading)
+        return self._plans
 
-    def _make_plan(self, reading: Reading) -> CopyPlan:
-        built = blocks.build(reading.tensors, reading.paths())
+    def _make_plans(self, reading: Reading) -> Turns:
+        ranks_of = self._replicas().ranks_of
+        built = blocks.build(reading.tensors, reading.paths(), sharing=self._sharing, ranks_of=ranks_of)
         self._signature = blocks.Signature(reading.tensors)
-        return plan_copies(built, self._fence.watched, self.config.take.small_bytes)
+        return Turns(built, self._sharing, self._fence.watched, self.config.take.small_bytes)
 
     def _is_inexact(self, stepped: bool) -> bool:
         """Between accumulation steps gradients are part of the state, and they are not in the snapshot."""
@@ -330,7 +357,7 @@ class Snapshotter:
         self._fence.close()
         self._link.close(finished=finished)
         self._memory.close()
-        self._plan = self._signature = None
+        self._plans = self._signature = None
         _open_here.discard(self._key)
         for pending in self._pending.values():
             pending._resolve(Survives.NOTHING, final=True, reason="closed before it was complete")
@@ -353,7 +380,7 @@ class Snapshotter:
             log.warning(text)
 
 
-def _read_snapshot(view: ArenaView, answer: RestoreFrom) -> Saved:
+def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: Sources) -> Saved:
     """The tree and tensors of a slot that the keeper has verified."""
     sealed = view.arena.sealed(answer.slot)
     if sealed is None or sealed.version != answer.version:
@@ -366,4 +393,6 @@ def _read_snapshot(view: ArenaView, answer: RestoreFrom) -> Saved:
     encoded = view.arena.segment.read(layout_span.offset, layout_span.size_bytes)
     layout = layouts.decode(encoded, payload_bytes=sealed.trainer.payload_bytes)
     tree = states.decode(view.arena.segment.read(values_span.offset, values_span.size_bytes))
-    return Saved(tree, layout, view.payload(answer.slot))
+    payload = view.payload(answer.slot)
+    chunks = sources.chunks(layout, answer.streams, arena=view.bytes, payload=payload)
+    return Saved(tree, layout, payload, chunks)

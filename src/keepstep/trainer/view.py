@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 
 from keepstep.arena.segment import Mapping
 from keepstep.arena.slots import Arena
-from keepstep.trainer.copies import CopyPlan, Unit
+from keepstep.trainer.coding import Coded
+from keepstep.trainer.copies import CopyPlan, History
+from keepstep.trainer.units import Unit
 
 log = logging.getLogger("keepstep")
 
@@ -22,33 +25,41 @@ class ArenaView:
         self.arena, self.mapping = arena, mapping
         # Through numpy: torch.frombuffer takes no reference to the map and crashes after close.
         self.bytes = torch.from_numpy(np.frombuffer(mapping.map, dtype=np.uint8))
-        self._targets: dict[int, dict[int, torch.Tensor]] = {}
+        self._targets: dict[int, dict[tuple[int, int], torch.Tensor]] = {}
         self._layouts: dict[int, bytes] = {}
-        self._plan: CopyPlan | None = None
+        self._history: History | None = None
         self._registered = False
 
     def payload(self, slot: int) -> torch.Tensor:
         span = self.arena.payload_span(slot)
         return self.bytes[span.offset : span.offset + span.size_bytes]
 
-    def targets(self, slot: int, plan: CopyPlan, units: list[Unit]) -> list[torch.Tensor]:
+    def targets(self, slot: int, plan: CopyPlan, units: Sequence[Unit | Coded]) -> list[torch.Tensor]:
         """Where the units of a plan go in a slot; the views are made once."""
-        if plan is not self._plan:
-            self._plan = plan
+        if plan.history is not self._history:
+            self._history = plan.history
             self._targets.clear()
         known = self._targets.setdefault(slot, {})
-        missing = [unit for unit in units if unit.offset not in known]
+        places = [(unit.offset, unit.size_bytes) for unit in units]
+        missing = [place for place in places if place not in known]
         if missing:
             payload = self.payload(slot)
-            known.update((u.offset, payload[u.offset : u.offset + u.size_bytes]) for u in missing)
-        return [known[unit.offset] for unit in units]
+            known.update(((offset, size), payload[offset : offset + size]) for offset, size in missing)
+        return [known[place] for place in places]
 
     def write_layout(self, slot: int, plan: CopyPlan) -> None:
         """Only when the slot holds another one: it is the same for thousands of snapshots."""
         if self._layouts.get(slot) != plan.layout_digest:
             self._layouts.pop(slot, None)
             self.arena.segment.write(self.arena.layout_span(slot).offset, plan.encoded)
+            self._clear_gaps(slot, plan)
             self._layouts[slot] = plan.layout_digest
+
+    def _clear_gaps(self, slot: int, plan: CopyPlan) -> None:
+        """Once per layout: what no copy writes stays zero, so that equal chunks are equal on all nodes."""
+        payload = self.payload(slot)
+        for offset, size in plan.gaps:
+            payload[offset : offset + size].zero_()
 
     def forget_layouts(self) -> None:
         """Write them again: what stands there may be damaged."""
@@ -69,7 +80,7 @@ class ArenaView:
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self.mapping.address)  # type: ignore[no-untyped-call]
         self._targets.clear()
-        self._plan = None
+        self._history = None
         del self.bytes
         self.mapping.close()
         self.arena.close()

@@ -1,0 +1,69 @@
+"""The chunks of a slot: what the checksum table has an entry for, in its order.
+
+Four regions, each cut into 4 MiB for itself: layout, values, and the two parts of the payload, what
+only this rank has (`unique`) and what other nodes hold too (`shared`). So a chunk of a stream, which
+is what nodes can take from each other, is always exactly one entry of the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+
+from keepstep.arena.header import TrainerHeader
+from keepstep.arena.slots import DIGEST_BYTES, Arena, Span
+from keepstep.errors import IntegrityError
+from keepstep.layout import CHUNK_BYTES
+
+LAYOUT, VALUES, UNIQUE, SHARED = REGIONS = ("layout", "values", "unique", "shared")
+_TEXTS = {UNIQUE: "payload", SHARED: "shared payload"}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One entry of the checksum table and the bytes that it covers, by absolute offset in the arena."""
+
+    region: str
+    index: int
+    """counted within its region"""
+    span: Span
+
+    @property
+    def region_text(self) -> str:
+        return _TEXTS.get(self.region, self.region)
+
+
+def region_spans(arena: Arena, slot: int, trainer: TrainerHeader) -> dict[str, Span]:
+    """The used bytes of each region. Raises when the header claims what cannot be."""
+    layout, values, payload = arena.used_spans(slot, trainer)
+    shared = trainer.shared_offset
+    return {
+        LAYOUT: layout,
+        VALUES: values,
+        UNIQUE: Span(payload.offset, shared),
+        SHARED: Span(payload.offset + shared, payload.size_bytes - shared),
+    }
+
+
+def chunk_spans(arena: Arena, slot: int, trainer: TrainerHeader) -> list[Chunk]:
+    """All chunks of a slot, in the order of its checksum table."""
+    return [
+        Chunk(region, index, Span(span.offset + start, min(CHUNK_BYTES, span.size_bytes - start)))
+        for region, span in region_spans(arena, slot, trainer).items()
+        for index, start in enumerate(range(0, span.size_bytes, CHUNK_BYTES))
+    ]
+
+
+def read_table(arena: Arena, slot: int) -> bytes:
+    """The checksum table of a sealed slot: 16 bytes per chunk of `chunk_spans`, verified against the keeper header."""
+    sealed = arena.sealed(slot)
+    if sealed is None:
+        raise IntegrityError(f"slot {slot} is not sealed, or its headers are damaged")
+    count = len(chunk_spans(arena, slot, sealed.trainer))
+    if count != sealed.keeper.num_chunks:
+        raise IntegrityError(f"slot {slot}: {sealed.keeper.num_chunks} checksums for {count} chunks")
+    table = arena.segment.read(arena.table_span(slot).offset, count * DIGEST_BYTES)
+    if xxhash.xxh3_128_digest(table) != sealed.keeper.table_digest:
+        raise IntegrityError(f"slot {slot}: the checksum table is damaged")
+    return table

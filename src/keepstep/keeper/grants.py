@@ -1,0 +1,111 @@
+"""The grants that this node's ranks may be writing under, and how far each rank has come. Pure.
+
+The coordinator gives grants (`job`), this node hands them to its ranks and says when nothing more will
+be written under one: sealed on all local ranks, or void. A grant stays open, and its slots are given to
+nobody, until the coordinator has said how it ended on all nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keepstep.keeper.words import GrantOrder, GrantSaid
+from keepstep.types import Version
+
+
+@dataclass
+class OpenGrant:
+    """A grant and how far each rank (by local index) has come with it."""
+
+    serial: int
+    step: int
+    slots: dict[int, int]
+    committed: dict[int, Version] = field(default_factory=dict)
+    sealed: set[int] = field(default_factory=set)
+    void: tuple[int, str] | None = None
+    """the rank that could not honour it, and why"""
+    voided: set[int] = field(default_factory=set)
+
+    def resolved_for(self, index: int) -> bool:
+        """Nothing more will be written into this rank's slot under this grant."""
+        return index in self.committed or index in self.voided
+
+    @property
+    def resolved(self) -> bool:
+        return all(self.resolved_for(index) for index in self.slots)
+
+    @property
+    def versions(self) -> set[Version]:
+        return set(self.committed.values())
+
+    def said(self) -> GrantSaid | None:
+        """What the coordinator is told of it; None while somebody may still write."""
+        if not self.resolved:
+            return None
+        if self.void is not None or not self.versions:
+            rank, reason = self.void or (-1, "no rank of this node could take part")
+            return GrantSaid(self.serial, self.step, None, False, rank, reason, late=len(self.versions) > 1)
+        (version,) = self.versions
+        return GrantSaid(self.serial, self.step, version, self.slots.keys() <= self.sealed)
+
+
+@dataclass
+class Grants:
+    """Open grants of this node, oldest first; `serial` is the newest one it has handed out."""
+
+    open: list[OpenGrant] = field(default_factory=list)
+    serial: int = 0
+
+    def begin(self, order: GrantOrder, slots: dict[int, int]) -> OpenGrant:
+        """Hand the grant out: `slots` says which slot each rank will write."""
+        self.serial = order.serial
+        opened = OpenGrant(order.serial, order.step, slots)
+        self.open.append(opened)
+        return opened
+
+    def refuse_all(self, order: GrantOrder, rank: int, reason: str) -> None:
+        """This node cannot take part: the grant is over here before anybody has seen it."""
+        self.begin(order, {}).void = (rank, reason)
+
+    def find(self, index: int, slot: int) -> OpenGrant | None:
+        """The open grant under which rank `index` writes `slot`."""
+        return next((grant for grant in self.open if grant.slots.get(index) == slot), None)
+
+    def commit(self, index: int, slot: int, version: Version, rank: int) -> OpenGrant | None:
+        """None: a word that is said again, of a grant that is over. Grants name steps that nobody has reached."""
+        grant = self.find(index, slot)
+        if grant is None or version.step < grant.step:
+            return None
+        grant.committed[index] = version
+        if len(grant.versions) > 1 and grant.void is None:
+            grant.void = (rank, f"ranks captured different steps: {sorted(v.step for v in grant.versions)}")
+        return grant
+
+    def refuse(self, index: int, step: int, rank: int, reason: str) -> OpenGrant | None:
+        """Rank `index` could not honour its grant at `step`. None: of a grant that is over."""
+        waiting = (grant for grant in self.open if index in grant.slots and not grant.resolved_for(index))
+        grant = next((grant for grant in waiting if grant.step <= step), None)
+        if grant is not None:
+            grant.voided.add(index)
+            grant.void = grant.void or (rank, reason)
+        return grant
+
+    def withdraw(self, index: int, rank: int, reason: str) -> None:
+        """Rank `index` will not write under any grant that it has not resolved."""
+        for grant in self.open:
+            if index in grant.slots and not grant.resolved_for(index):
+                grant.voided.add(index)
+                grant.void = grant.void or (rank, reason)
+
+    def fail_seal(self, index: int, slot: int, rank: int, reason: str) -> None:
+        grant = self.find(index, slot)
+        if grant is not None:
+            grant.void = grant.void or (rank, reason)
+
+    def settle(self, serial: int) -> OpenGrant | None:
+        """The coordinator says that grant is over. None while somebody here may still write under it."""
+        grant = next((grant for grant in self.open if grant.serial == serial), None)
+        if grant is None or not grant.resolved:
+            return None
+        self.open.remove(grant)
+        return grant

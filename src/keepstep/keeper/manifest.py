@@ -1,0 +1,155 @@
+"""What travels beside the bytes: for each snapshot of a node its header, its small regions and its checksum table.
+
+Every member of a group keeps the manifests of all others with the parity it encodes, because a lost
+node's checksums are lost with it, and rebuilt bytes that cannot be checked are worth nothing. Regions
+up to 1 MiB (layout, values) travel in the manifest itself; what only this rank has beyond that is
+coded, chunk by chunk as the checksum table counts them. What other nodes hold too is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import xxhash
+
+from keepstep import layout as layouts
+from keepstep.arena.chunks import LAYOUT, SHARED, UNIQUE, VALUES, read_table
+from keepstep.arena.header import BODY_BYTES, TrainerHeader
+from keepstep.arena.slots import DIGEST_BYTES, Arena
+from keepstep.errors import IntegrityError
+from keepstep.layout import CHUNK_BYTES
+from keepstep.protocol import ArenaNeed
+from keepstep.types import Version
+
+INLINE_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 256 << 20
+
+
+class RankManifest(msgspec.Struct, frozen=True, dict=True):
+    """One rank's snapshot without its bulk."""
+
+    header: bytes
+    """the trainer's header, as its slot has it"""
+    layout: bytes
+    """empty: it is coded"""
+    values: bytes
+    table: bytes
+
+    @cached_property
+    def trainer(self) -> TrainerHeader:
+        return TrainerHeader.parse(self.header.ljust(BODY_BYTES, b"\0"))
+
+    @property
+    def rank(self) -> int:
+        return self.trainer.rank
+
+    @property
+    def need(self) -> ArenaNeed:
+        trainer = self.trainer
+        return ArenaNeed(trainer.layout_bytes, trainer.values_bytes, trainer.payload_bytes)
+
+    @cached_property
+    def chunks(self) -> tuple[TableChunk, ...]:
+        """All entries of the checksum table."""
+        trainer = self.trainer
+        sizes = {
+            LAYOUT: trainer.layout_bytes, VALUES: trainer.values_bytes,
+            UNIQUE: trainer.shared_offset, SHARED: trainer.payload_bytes - trainer.shared_offset,
+        }  # fmt: skip
+        found: list[TableChunk] = []
+        for region, size in sizes.items():
+            for index, start in enumerate(range(0, size, CHUNK_BYTES)):
+                at = len(found)
+                digest = self.table[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+                found.append(TableChunk(at, region, index, min(CHUNK_BYTES, size - start), digest))
+        if len(found) * DIGEST_BYTES != len(self.table):
+            raise IntegrityError(f"the manifest of rank {trainer.rank} has {len(self.table)} bytes of checksums")
+        return tuple(found)
+
+    @cached_property
+    def coded(self) -> tuple[TableChunk, ...]:
+        """The chunks that a group protects, in their order."""
+        inline = {region for region, data in ((LAYOUT, self.layout), (VALUES, self.values)) if data}
+        return tuple(c for c in self.chunks if c.region != SHARED and c.region not in inline)
+
+    def check(self) -> None:
+        """Raises when it contradicts itself."""
+        trainer = self.trainer
+        if self.layout and (
+            len(self.layout) != trainer.layout_bytes or layouts.digest(self.layout) != trainer.layout_digest
+        ):
+            raise IntegrityError(f"the layout in the manifest of rank {trainer.rank} does not match its digest")
+        if self.values and len(self.values) != trainer.values_bytes:
+            raise IntegrityError(f"the values in the manifest of rank {trainer.rank} are cut off")
+        for region, data in ((LAYOUT, self.layout), (VALUES, self.values)):
+            for chunk in self.chunks:
+                if data and chunk.region == region:
+                    part = data[chunk.index * CHUNK_BYTES :][: chunk.size_bytes]
+                    if xxhash.xxh3_128_digest(part) != chunk.digest:
+                        raise IntegrityError(f"the {region} in the manifest of rank {trainer.rank} are damaged")
+
+
+@dataclass(frozen=True)
+class TableChunk:
+    """One entry of a checksum table."""
+
+    at: int
+    """its number in the table"""
+    region: str
+    index: int
+    size_bytes: int
+    digest: bytes
+
+
+class NodeManifest(msgspec.Struct, frozen=True, dict=True):
+    """All snapshots of one version on one node."""
+
+    node_id: str
+    version: Version
+    ranks: tuple[RankManifest, ...]
+
+    @cached_property
+    def coded(self) -> tuple[tuple[int, TableChunk], ...]:
+        """(rank, chunk): what the group protects of this node, in the order that placement counts."""
+        return tuple((rank.rank, chunk) for rank in self.ranks for chunk in rank.coded)
+
+    @property
+    def coded_bytes(self) -> int:
+        return sum(chunk.size_bytes for _, chunk in self.coded)
+
+
+def of_slot(arena: Arena, slot: int) -> RankManifest:
+    """The manifest of a sealed slot. Raises IntegrityError when it is not sealed, or damaged."""
+    sealed = arena.sealed(slot)
+    if sealed is None:
+        raise IntegrityError(f"slot {slot} is not sealed any more")
+    layout, values, _ = arena.used_spans(slot, sealed.trainer)
+    parts = [
+        arena.segment.read(span.offset, span.size_bytes) if span.size_bytes <= INLINE_BYTES else b""
+        for span in (layout, values)
+    ]
+    manifest = RankManifest(sealed.trainer.body(), parts[0], parts[1], read_table(arena, slot))
+    manifest.check()
+    return manifest
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[NodeManifest] = msgspec.msgpack.Decoder(NodeManifest)
+
+
+def encode(manifest: NodeManifest) -> bytes:
+    return _encoder.encode(manifest)
+
+
+def decode(data: bytes) -> NodeManifest:
+    try:
+        manifest = _decoder.decode(data)
+        for rank in manifest.ranks:
+            rank.check()
+    except (msgspec.DecodeError, ValueError, OSError) as error:
+        raise IntegrityError(f"a manifest cannot be read: {error}") from error
+    if any(rank.trainer.version != manifest.version for rank in manifest.ranks):
+        raise IntegrityError("a manifest mixes versions")
+    return manifest

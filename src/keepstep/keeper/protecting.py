@@ -1,0 +1,58 @@
+"""This node's part in protecting a version: start and stop exchanges, keep and free parity. Pure."""
+
+from __future__ import annotations
+
+from keepstep.keeper import events as e
+from keepstep.keeper.node import Node
+from keepstep.keeper.words import Exchange
+from keepstep.recovery.inventory import SetKey
+
+
+def take_orders(node: Node) -> None:
+    """Do what the coordinator's target asks for, and free what nobody retains."""
+    key = _target(node)
+    running = node.exchange.key if node.exchange is not None else None
+    if running is not None and running != key:
+        node.do(e.StopExchange(running))
+        node.exchange = None
+    free_parity(node)
+    group = node.kept.group
+    if key is None or group is None or key in node.sets or running == key:
+        return
+    node.exchange = Exchange(key, 0)
+    node.count("exchanges")
+    node.do(e.StartExchange(key, group.members, group.losses))
+
+
+def _target(node: Node) -> SetKey | None:
+    kept = node.kept
+    return SetKey(kept.target, kept.incarnation, kept.attempt) if kept.target is not None else None
+
+
+def free_parity(node: Node) -> None:
+    """A parity buffer is free if and only if it protects nothing that is retained."""
+    kept = node.kept
+    for key, found in list(node.sets.items()):
+        needed = key in (kept.protected_by, _target(node)) or (kept.base is not None and key.version == kept.base)
+        if not needed:
+            del node.sets[key]
+            node.do(e.FreeParity(found.buffer_id))
+
+
+def placed(node: Node, event: e.ParityPlaced) -> None:
+    found = event.found
+    running = node.exchange is not None and node.exchange.key == found.key
+    node.sets[found.key] = found
+    if running:
+        node.exchange = Exchange(found.key, event.moved_bytes)
+        node.count("exchanged_bytes", event.moved_bytes)
+        node.count("protected_versions")
+
+
+def moved(node: Node, event: e.ExchangeMoved) -> None:
+    if node.exchange is None or node.exchange.key != event.key:
+        return
+    node.exchange = Exchange(event.key, event.moved_bytes, event.problem)
+    if event.problem:
+        node.count("exchange_failures")
+        node.log("warning", "an exchange failed", version=str(event.key.version), reason=event.problem)

@@ -1,0 +1,209 @@
+"""What this node gives its peers: chunks of sealed snapshots, parity, manifests. Read from many threads.
+
+Readers never pin: a slot may be written again while a peer reads it. Every answer names the checksum that
+its bytes had when they were sealed, and the asking side gives up on a mismatch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from keepstep import layout as layouts
+from keepstep.arena.chunks import SHARED, Chunk, chunk_spans, read_table
+from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot
+from keepstep.errors import Error, IntegrityError
+from keepstep.keeper import manifest as manifests
+from keepstep.parity.held import META as META_AT
+from keepstep.parity.held import HeldParity
+from keepstep.peers.base import Body, Refusal
+from keepstep.recovery.inventory import SetKey
+from keepstep.types import Version
+
+MAX_BOOKS = 64
+MANIFEST, DATA, PARITY, META, STREAM, CHECK = "manifest", "data", "parity", "meta", "stream", "check"
+
+
+class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a peer asks for."""
+
+    kind: str
+    version: Version | None = None
+    rank: int = -1
+    chunk: int = -1
+    """its number in the checksum table, or in the stream"""
+    key: SetKey | None = None
+    stripe: int = -1
+    row: int = -1
+    class_id: str = ""
+
+    def encode(self) -> bytes:
+        return _encoder.encode(self)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Wanted)
+
+
+@dataclass
+class Book:
+    """A sealed slot, opened for reading."""
+
+    arena: Arena
+    slot: int
+    sealed: SealedSlot
+    chunks: list[Chunk]
+    table: bytes
+    streams: dict[tuple[str, int], int] | None = None
+    """(class, chunk of the stream) -> number in the table"""
+
+    def body(self, number: int) -> Body:
+        if not 0 <= number < len(self.chunks):
+            raise Refusal(f"chunk {number} of {len(self.chunks)}")
+        span = self.chunks[number].span
+        digest = self.table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        return Body.of_file(self.arena.segment.fd, span.offset, span.size_bytes, digest)
+
+    def find(self, class_id: str, chunk: int) -> int | None:
+        if self.streams is None:
+            self.streams = self._find_all()
+        return self.streams.get((class_id, chunk))
+
+    def _find_all(self) -> dict[tuple[str, int], int]:
+        trainer = self.sealed.trainer
+        span = self.arena.layout_span(self.slot)
+        layout = layouts.decode(
+            self.arena.segment.read(span.offset, trainer.layout_bytes), payload_bytes=trainer.payload_bytes
+        )
+        first = next((i for i, chunk in enumerate(self.chunks) if chunk.region == SHARED), len(self.chunks))
+        return {
+            (stream.class_id, stored.chunk): first + (stored.offset - trainer.shared_offset) // layouts.CHUNK_BYTES
+            for stream in layout.streams
+            for stored in stream.stored()
+            if stored.chunk >= 0
+        }
+
+
+class Shelf:
+    """Arenas and parity of this node by what they hold. Thread-safe."""
+
+    def __init__(self, node_id: str, damaged: Callable[[str, int, Version, str], None]) -> None:
+        """`damaged` is told of a slot that a peer found not to match its checksums."""
+        self._node_id = node_id
+        self._damaged = damaged
+        self._lock = threading.Lock()
+        self._arenas: dict[str, Arena] = {}
+        self._parity: dict[str, HeldParity] = {}
+        self._books: dict[tuple[Version, int], Book] = {}
+
+    def put(self, arena: Arena) -> None:
+        with self._lock:
+            self._arenas[arena.arena_id] = arena
+
+    def take_away(self, arena_id: str) -> None:
+        with self._lock:
+            self._arenas.pop(arena_id, None)
+            self._books = {key: b for key, b in self._books.items() if b.arena.arena_id != arena_id}
+
+    def put_parity(self, parity: HeldParity) -> None:
+        with self._lock:
+            self._parity[parity.buffer_id] = parity
+
+    def take_parity_away(self, buffer_id: str) -> None:
+        with self._lock:
+            self._parity.pop(buffer_id, None)
+
+    def serve(self, peer: str, request: bytes) -> Body:
+        """Answer a peer. Raises Refusal with the reason."""
+        try:
+            wanted = _decoder.decode(request)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise Refusal(f"not a request: {error}") from error
+        try:
+            with self._lock:
+                return self._serve(wanted)
+        except (OSError, Error) as error:
+            raise Refusal(str(error)) from error
+
+    def _serve(self, wanted: Wanted) -> Body:
+        if wanted.kind == META and wanted.key is not None:
+            held = self._held(wanted.key)
+            assert held.header is not None
+            return Body.of_bytes(held.segment.read(META_AT, held.header.meta_bytes))
+        if wanted.kind == PARITY and wanted.key is not None:
+            held = self._held(wanted.key)
+            offset, size, digest = held.chunk(wanted.stripe, wanted.row)
+            return Body.of_file(held.segment.fd, offset, size, digest)
+        if wanted.version is None:
+            raise Refusal("of which version?")
+        if wanted.kind == MANIFEST:
+            return Body.of_bytes(manifests.encode(self.manifest(wanted.version)))
+        if wanted.kind == DATA:
+            return self._book(wanted.version, wanted.rank).body(wanted.chunk)
+        if wanted.kind == STREAM:
+            return self._stream(wanted.version, wanted.class_id, wanted.chunk)
+        if wanted.kind == CHECK:
+            book = self._book(wanted.version, wanted.rank)
+            self._damaged(book.arena.arena_id, book.slot, wanted.version, "a peer received bytes that do not match")
+            return Body.of_bytes(b"")
+        raise Refusal(f"{wanted.kind!r} is not known here")
+
+    def manifest(self, version: Version) -> manifests.NodeManifest:
+        """Of all ranks of this node that hold the version. The caller holds the lock, or is alone."""
+        found = {}
+        for arena in self._arenas.values():
+            for slot in range(arena.num_slots):
+                sealed = arena.sealed(slot)
+                if sealed is not None and sealed.version == version and sealed.trainer.rank not in found:
+                    found[sealed.trainer.rank] = manifests.of_slot(arena, slot)
+        if not found:
+            raise IntegrityError(f"{self._node_id} holds nothing of {version}")
+        return manifests.NodeManifest(self._node_id, version, tuple(found[rank] for rank in sorted(found)))
+
+    def own_manifest(self, version: Version) -> manifests.NodeManifest:
+        with self._lock:
+            return self.manifest(version)
+
+    def book(self, version: Version, rank: int) -> Book:
+        with self._lock:
+            return self._book(version, rank)
+
+    def _held(self, key: SetKey) -> HeldParity:
+        for held in self._parity.values():
+            header = held.header
+            if header is None or not held.placed:
+                continue
+            if (header.version, header.incarnation, header.attempt) == (key.version, key.incarnation, key.attempt):
+                return held
+        raise Refusal(f"{self._node_id} holds no parity of {key.version}")
+
+    def _book(self, version: Version, rank: int) -> Book:
+        book = self._books.get((version, rank))
+        if book is not None and book.arena.sealed(book.slot) == book.sealed:
+            return book
+        for arena in self._arenas.values():
+            for slot in range(arena.num_slots):
+                sealed = arena.sealed(slot)
+                if sealed is not None and sealed.version == version and sealed.trainer.rank == rank:
+                    chunks = chunk_spans(arena, slot, sealed.trainer)
+                    book = Book(arena, slot, sealed, chunks, read_table(arena, slot))
+                    if len(self._books) >= MAX_BOOKS:
+                        self._books.pop(next(iter(self._books)))
+                    self._books[version, rank] = book
+                    return book
+        raise Refusal(f"{self._node_id} holds no sealed snapshot of rank {rank} at {version}")
+
+    def _stream(self, version: Version, class_id: str, chunk: int) -> Body:
+        for arena in self._arenas.values():
+            for slot in range(arena.num_slots):
+                sealed = arena.sealed(slot)
+                if sealed is None or sealed.version != version:
+                    continue
+                book = self._book(version, sealed.trainer.rank)
+                number = book.find(class_id, chunk)
+                if number is not None:
+                    return book.body(number)
+        raise Refusal(f"{self._node_id} does not hold chunk {chunk} of class {class_id[:8]} at {version}")

@@ -1,0 +1,190 @@
+"""What keepers tell each other: reports to the coordinator, orders from it. Whole small states, said again and again.
+
+Both are idempotent: a lost, late or doubled message changes nothing that the next one does not put right.
+A receiver ignores what is older than what it has (`Orders.newer_than`, `Report.number`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from keepstep.protocol import NodeCard
+from keepstep.recovery.inventory import Inventory, SetKey
+from keepstep.recovery.plan import Piece
+from keepstep.types import Incarnation, Version
+
+MAX_OUTCOMES = 8
+MAX_WORD_BYTES = 8 << 20
+
+
+class GrantOrder(msgspec.Struct, frozen=True):
+    """All ranks capture at their first `take` at or after this step."""
+
+    serial: int
+    step: int
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a grant ended: the version that is complete on all ranks, or None and whose fault it was."""
+
+    serial: int
+    version: Version | None
+    rank: int = -1
+    reason: str = ""
+
+
+class RestoreOrder(msgspec.Struct, frozen=True):
+    """What this node has to bring in for its ranks, and whether all others have done so."""
+
+    number: int
+    version: Version | None
+    pieces: tuple[Piece, ...] = ()
+    reasons: tuple[str, ...] = ()
+    failure: str = ""
+    damage: bool = False
+    """the failure is one of bytes that do not match their checksum"""
+    begin: bool = False
+    world_size: int = 0
+    local_world_size: int = 0
+    """of the job that saved it"""
+
+
+class GroupOrder(msgspec.Struct, frozen=True):
+    """The nodes that protect each other, by position."""
+
+    members: tuple[str, ...]
+    losses: int
+
+
+class Orders(msgspec.Struct, frozen=True, tag=True):
+    """The coordinator's whole state, for one node."""
+
+    incarnation: Incarnation
+    epoch: int
+    """counts the keepers that have coordinated this incarnation"""
+    seq: int
+    attempt: int = 0
+    protected: Version | None = None
+    protected_by: SetKey | None = None
+    complete: Version | None = None
+    target: Version | None = None
+    base: Version | None = None
+    grants: tuple[GrantOrder, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
+    serial: int = 0
+    """the last grant that was given"""
+    exposed: bool = False
+    ready: bool = False
+    """all ranks of all nodes are loaded"""
+    finished: bool = False
+    every: int = 1
+    group: GroupOrder | None = None
+    restore: RestoreOrder | None = None
+    cards: tuple[NodeCard, ...] = ()
+    """keepers that took the place of those the membership names, and where they are"""
+    retain_seq: int = 0
+    """the seq at which `retain` last changed: a report that has seen it knows what is free"""
+
+    @property
+    def retain(self) -> set[Version]:
+        found = {self.protected, self.complete, self.target, self.base}
+        return {version for version in found if version is not None}
+
+    def newer_than(self, other: Orders | None) -> bool:
+        return other is None or self.order > other.order
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return (self.incarnation.number, self.epoch, self.seq)
+
+
+class GrantSaid(msgspec.Struct, frozen=True):
+    """How far a node has come with a grant that it cannot write under any more."""
+
+    serial: int
+    step: int
+    version: Version | None
+    """what all its ranks committed, None when void"""
+    sealed: bool
+    rank: int = -1
+    reason: str = ""
+    late: bool = False
+    """its ranks captured different steps: the grant came too late for one of them"""
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    key: SetKey
+    moved_bytes: int
+    problem: str = ""
+    """why this node cannot finish it"""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A source that a plan counted on and that cannot be had."""
+
+    plan: int
+    node_id: str
+    rank: int
+    """-1: its parity"""
+    version: Version
+    damaged: bool
+    """its own bytes failed their check; otherwise the node could not be reached"""
+    text: str
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """What a node says of itself: everything the coordinator decides from."""
+
+    node_id: str
+    instance: str
+    incarnation: Incarnation
+    number: int
+    state: str
+    card: NodeCard
+    whole: bool = False
+    """all local ranks have registered"""
+    ranks: tuple[int, ...] = ()
+    world_size: int = 0
+    progress: int = -1
+    step_s: float = 0.0
+    ready: bool = False
+    room: bool = False
+    """every rank has a slot that may be written under the orders it has seen"""
+    every: int = 1
+    slots: int = 2
+    grants: tuple[GrantSaid, ...] = ()
+    opened: tuple[GrantOrder, ...] = ()
+    """grants that its ranks may be writing under"""
+    placed: tuple[SetKey, ...] = ()
+    exchange: Exchange | None = None
+    shares: tuple[tuple[Version, str, bytes], ...] = ()
+    """(version, class, digest) of replicated state: equal on all nodes, or a replica has diverged"""
+    damaged: tuple[Version, ...] = ()
+    unreachable: tuple[str, ...] = ()
+    finished: bool = False
+    losses: int = 0
+    group_size: int = 8
+    orders: Orders | None = None
+    """the last ones it follows: what a coordinator that takes over starts from"""
+    inventory: Inventory | None = None
+    restored: int = 0
+    """the plan for which all its ranks' bytes are here and verified"""
+    failures: tuple[Failure, ...] = ()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Report | Orders)
+
+
+def encode(word: Report | Orders) -> bytes:
+    return _encoder.encode(word)
+
+
+def decode(data: bytes) -> Report | Orders:
+    """Raises msgspec.DecodeError or ValueError for anything else."""
+    if len(data) > MAX_WORD_BYTES:
+        raise ValueError(f"a word of {len(data)} bytes")
+    word: Report | Orders = _decoder.decode(data)
+    return word

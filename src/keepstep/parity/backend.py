@@ -1,0 +1,74 @@
+"""Who does the arithmetic on bytes: ISA-L where it is found and passes its test, numpy where not. Same bits."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+from keepstep.errors import ConfigError
+from keepstep.parity import isal
+from keepstep.parity.buffers import Pointers, Span, pointers
+
+FORCE_VARIABLE = "KEEPSTEP_TEST_PARITY_BACKEND"
+STEP_BYTES = 1 << 20
+"""per native call: far below the C int that ISA-L takes, and the overhead of a call is below a thousandth"""
+
+log = logging.getLogger("keepstep")
+
+
+class Backend(Protocol):
+    name: str
+    path: str
+
+    def mix(self, matrix: bytes, sources: Pointers, targets: Pointers, size: int) -> None:
+        """targets = matrix x sources over GF(256), for `size` bytes at each address."""
+
+
+def backend() -> str:
+    """`isal` or `numpy`: which one is in use."""
+    return chosen().name
+
+
+@cache
+def chosen() -> Backend:
+    forced = os.environ.get(FORCE_VARIABLE, "")
+    if forced not in ("", "isal", "numpy"):
+        raise ConfigError(f"{FORCE_VARIABLE} = {forced!r} is not known", hint="isal or numpy")
+    found = None if forced == "numpy" else isal.load()
+    if found is not None:
+        return found
+    if forced == "isal":
+        raise ConfigError("no ISA-L that works was found", hint="pip install pyeclib")
+    if not forced:
+        log.warning("no ISA-L that works was found: parity is computed by numpy, several times slower")
+    from keepstep.parity.plain import Plain
+
+    return Plain()
+
+
+def mix_ragged(rows: Sequence[bytes], sources: Sequence[Span], targets: Sequence[int], size: int) -> None:
+    """Sums over sources of unequal length: beyond its end a source is zero, and none is copied to make it so.
+
+    The range is cut where a source ends; between two cuts the sum simply has fewer terms.
+    """
+    native, start = chosen(), 0
+    for end in sorted({min(source.size, size) for source in sources} | {size}):
+        if end == start:
+            continue
+        active = [i for i, source in enumerate(sources) if source.size > start]
+        matrix = bytes(row[i] for row in rows for i in active)
+        for at in range(start, end, STEP_BYTES):
+            step = min(STEP_BYTES, end - at)
+            if not active:
+                for target in targets:
+                    ctypes.memset(target + at, 0, step)
+            elif matrix == b"\x01":
+                ctypes.memmove(targets[0] + at, sources[active[0]].address + at, step)
+            else:
+                reading = pointers([sources[i].address + at for i in active])
+                native.mix(matrix, reading, pointers([target + at for target in targets]), step)
+        start = end

@@ -1,0 +1,266 @@
+"""Who protects whom, which chunk travels in which stripe, what can be recovered, and what it costs. Pure.
+
+A group of n nodes, m of which may be lost, has k = n - m data pieces per stripe. Nodes are named by their position in
+the group, which is sticky: it belongs to the ledger, not to the order of ranks.
+
+    Placement   state that only one node has: its chunks go to the parity holders of n rotating stripes
+    ShareMap    state that n nodes have alike: each keeps its share of the stripes and computes its own parity of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+from keepstep.arena.slots import CHUNK_BYTES, DIGEST_BYTES
+from keepstep.errors import ConfigError
+from keepstep.parity.code import MAX_DATA, MAX_PARITY
+
+WINDOW_BYTES = 256 << 20
+"""chunks in flight during an exchange"""
+RESTORE_RING_BYTES = 1 << 30
+"""chunks in flight during a restore, and only then"""
+CPU_S_PER_GB = 0.6
+"""to seal, send, receive, verify and encode one GB of unique state for one parity row, measured"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node and what fails together with it (rack, switch); an empty domain is the node's own."""
+
+    node_id: str
+    domain: str = ""
+
+
+def cut_groups(nodes: Sequence[Place], group_size: int, losses: int) -> tuple[tuple[int, ...], ...]:
+    """Groups of indices into `nodes`, for `losses` lost nodes per group, sizes that differ by at most one.
+
+    Nodes are dealt out in the order of their domains, so that a domain's nodes are as far as possible in different
+    groups. The result depends on names only, not on the order of `nodes`.
+    """
+    count = len(nodes)
+    largest = max(0, min(count - 1, MAX_PARITY))
+    if not 0 <= losses <= largest:
+        raise ConfigError(
+            f"{count} nodes cannot survive the loss of {losses}: {largest} is the most",
+            hint=f"set parity.losses to {largest} or less",
+        )
+    if group_size < 1:
+        raise ConfigError(f"groups of {group_size} nodes", hint="parity.group_size of 2 or more")
+    if not nodes:
+        return ()
+    num_groups = -(-count // group_size)
+    while num_groups > 1 and count // num_groups < losses + 1:
+        num_groups -= 1
+    while -(-count // num_groups) - losses > MAX_DATA:
+        num_groups += 1
+    dealt = sorted(range(count), key=lambda i: (nodes[i].domain or nodes[i].node_id, nodes[i].node_id, i))
+    groups = [tuple(sorted(dealt[start::num_groups])) for start in range(num_groups)]
+    return tuple(sorted(groups))
+
+
+def keep_positions(before: Sequence[str], nodes: Sequence[str]) -> tuple[str, ...]:
+    """The nodes by position: survivors stay where they were, newcomers fill the holes in their order.
+
+    When the number of nodes changed there are no places to keep: survivors come first, in their old order.
+    """
+    if len(set(nodes)) != len(nodes) or len(set(before)) != len(before):
+        raise ValueError("a node is named twice")
+    present, known = set(nodes), set(before)
+    newcomers = [node for node in nodes if node not in known]
+    if len(before) != len(nodes):
+        return (*(node for node in before if node in present), *newcomers)
+    arriving = iter(newcomers)
+    return tuple(node if node in present else next(arriving) for node in before)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The stripes of a group: n of them, in each m positions hold parity and the other k are its sources."""
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        _check_shape(self.n, self.m)
+
+    @property
+    def k(self) -> int:
+        return self.n - self.m
+
+    def parity_holders(self, stripe: int) -> tuple[int, ...]:
+        """By row of the code: holder p computes row p."""
+        self._check(stripe, "stripe")
+        return tuple((stripe + row) % self.n for row in range(self.m))
+
+    def sources(self, stripe: int) -> tuple[int, ...]:
+        """By index in the code: the positions whose chunks are the data of this stripe."""
+        holders = self.parity_holders(stripe)
+        return tuple(position for position in range(self.n) if position not in holders)
+
+    def parity_stripes(self, position: int) -> tuple[tuple[int, int], ...]:
+        """(stripe, row of the code) for all the parity that a position holds."""
+        self._check(position, "position")
+        return tuple(sorted(((position - row) % self.n, row) for row in range(self.m)))
+
+    def data_stripes(self, position: int) -> tuple[int, ...]:
+        """The k stripes a position is a source of; unit u of its data travels in the u-th."""
+        self._check(position, "position")
+        return self._data_stripes[position]
+
+    def where(self, position: int, chunk: int) -> tuple[int, int]:
+        """(stripe, row in the stripe) of a chunk of a position."""
+        if chunk < 0:
+            raise ValueError(f"chunk {chunk}")
+        return self.data_stripes(position)[chunk % self.k], chunk // self.k
+
+    def chunk_of(self, position: int, stripe: int, row: int) -> int:
+        """Which chunk of a position lies there; it may be beyond the position's last, and is zero then."""
+        if stripe not in self.data_stripes(position) or row < 0:
+            raise ValueError(f"position {position} has no data in row {row} of stripe {stripe}")
+        return row * self.k + self.data_stripes(position).index(stripe)
+
+    def source_index(self, position: int, stripe: int) -> int:
+        """The index in the code of a position's data in a stripe."""
+        return self.sources(stripe).index(position)
+
+    def num_rows(self, num_chunks: int) -> int:
+        """Rows of a stripe when the largest member of the group has this many chunks: chunks of each parity piece."""
+        return -(-num_chunks // self.k)
+
+    @cached_property
+    def _data_stripes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(stripe for stripe in range(self.n) if position not in self.parity_holders(stripe))
+            for position in range(self.n)
+        )
+
+    def _check(self, value: int, what: str) -> None:
+        if not 0 <= value < self.n:
+            raise ValueError(f"{what} {value} of {self.n}")
+
+
+def recoverable(n: int, m: int, data_lost: Set[int], parity_lost: Set[int]) -> str:
+    """Empty when every stripe decodes, else why not. Positions may have lost their data, their parity or both."""
+    placement = Placement(n, m)
+    for stripe in range(n):
+        lost = [position for position in placement.sources(stripe) if position in data_lost]
+        left = sum(holder not in parity_lost for holder in placement.parity_holders(stripe))
+        if len(lost) > left:
+            names = ", ".join(map(str, lost))
+            return (
+                f"stripe {stripe} needs {len(lost)} parity pieces to rebuild the data of position {names} "
+                f"and has {left} of {m} left"
+            )
+    return ""
+
+
+@dataclass(frozen=True)
+class ShareMap:
+    """Which position keeps which part of a stream of chunks that all n positions have alike.
+
+    Chunk q is source q % k of stripe-row q // k. In each stripe-row every position takes one piece, m of them parity,
+    from an origin that moves on by one with the row and by m with `turn`. Give the count of snapshots as turn, not the
+    step (with every=N steps may share a factor with n): in ceil(n / m) turns in a row each position has then computed
+    parity over every chunk of its own copy, which is how a replica that has drifted is found.
+    """
+
+    num_chunks: int
+    n: int
+    m: int
+    turn: int = 0
+
+    def __post_init__(self) -> None:
+        _check_shape(self.n, self.m)
+        if self.num_chunks < 0:
+            raise ValueError(f"{self.num_chunks} chunks")
+
+    @property
+    def k(self) -> int:
+        return self.n - self.m
+
+    @property
+    def num_stripes(self) -> int:
+        return -(-self.num_chunks // self.k)
+
+    def holder_of_chunk(self, chunk: int) -> int:
+        if not 0 <= chunk < self.num_chunks:
+            raise ValueError(f"chunk {chunk} of {self.num_chunks}")
+        stripe, source = divmod(chunk, self.k)
+        return (self._origin(stripe) + self.m + source) % self.n
+
+    def holder_of_parity(self, stripe: int, row: int) -> int:
+        if not (0 <= stripe < self.num_stripes and 0 <= row < self.m):
+            raise ValueError(f"parity {row} of stripe {stripe}: {self.m} rows, {self.num_stripes} stripes")
+        return (self._origin(stripe) + row) % self.n
+
+    def sources_of(self, stripe: int) -> list[int]:
+        """The chunks of a stripe-row, by index in the code; the last may have fewer than k."""
+        if not 0 <= stripe < self.num_stripes:
+            raise ValueError(f"stripe {stripe} of {self.num_stripes}")
+        return list(range(stripe * self.k, min((stripe + 1) * self.k, self.num_chunks)))
+
+    def data_of(self, position: int) -> list[int]:
+        """The chunks a position keeps."""
+        places = ((stripe, self._place(position, stripe) - self.m) for stripe in range(self.num_stripes))
+        chunks = (stripe * self.k + source for stripe, source in places if source >= 0)
+        return [chunk for chunk in chunks if chunk < self.num_chunks]
+
+    def parity_of(self, position: int) -> list[tuple[int, int]]:
+        """(stripe-row, row of the code) of the parity a position keeps."""
+        places = ((stripe, self._place(position, stripe)) for stripe in range(self.num_stripes))
+        return [(stripe, place) for stripe, place in places if place < self.m]
+
+    def _origin(self, stripe: int) -> int:
+        return stripe + self.turn * max(self.m, 1)
+
+    def _place(self, position: int, stripe: int) -> int:
+        """0..m-1: a row of parity; from there on: a source."""
+        if not 0 <= position < self.n:
+            raise ValueError(f"position {position} of {self.n}")
+        return (position - self._origin(stripe)) % self.n
+
+
+def memory_bytes(
+    *,
+    slots: int,
+    unique_bytes: int,
+    largest_unique_bytes: int,
+    replicas: Sequence[tuple[int, int]] = (),
+    values_bytes: int = 0,
+    largest_values_bytes: int = 0,
+    n: int,
+    m: int,
+    window_bytes: int = WINDOW_BYTES,
+    restore_ring_bytes: int = 0,
+) -> int:
+    """What a keeper holds on one node (PROTOCOL, section A); `largest_` is over the nodes of the group.
+
+    `replicas` are (bytes, nodes that share them); a class kept whole on every node counts as (bytes, m + 1). Parity
+    is reserved in whole chunks, twice: the protected version's stays until the next is acknowledged.
+    """
+    k = Placement(n, m).k
+    if any(nodes <= m for _, nodes in replicas):
+        raise ValueError(f"state on {m} nodes or fewer cannot lose {m}: it counts as unique state of one of them")
+    shares = sum(-(-size // (nodes - m)) for size, nodes in replicas)
+    chunks = -(-largest_unique_bytes // CHUNK_BYTES)
+    parity = 2 * m * -(-chunks // k) * CHUNK_BYTES
+    copies = 2 * m * (max(values_bytes, largest_values_bytes) + chunks * DIGEST_BYTES)
+    return slots * (unique_bytes + shares + values_bytes) + parity + copies + window_bytes + restore_ring_bytes
+
+
+def min_node_period_s(
+    *, unique_bytes: int, m: int, cores: float, nic_bytes_s: float, cap_bytes_s: float = 0.0
+) -> float:
+    """The shortest time between two versions that survive a node (PROTOCOL 49). A cap of 0 is none."""
+    moved = m * unique_bytes
+    rates = [rate for rate in (nic_bytes_s, cap_bytes_s) if rate > 0]
+    return max([CPU_S_PER_GB * moved / 1e9 / cores, *(moved / rate for rate in rates)])
+
+
+def _check_shape(n: int, m: int) -> None:
+    if not (0 <= m <= MAX_PARITY and 1 <= n - m <= MAX_DATA):
+        raise ValueError(
+            f"a group of {n} nodes cannot lose {m}: at most {MAX_PARITY}, and 1 to {MAX_DATA} must be left"
+        )

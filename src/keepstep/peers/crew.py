@@ -1,0 +1,53 @@
+"""The threads of a transport: named, counted, and gone when it is closed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger("keepstep")
+JOIN_S = 10.0
+"""how long `close` waits for callbacks that do not return; past that it says whose they are"""
+
+
+class Crew:
+    """Starts daemon threads and can wait for all of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+
+    def start(self, name: str, work: Callable[[], None]) -> None:
+        """Raises RuntimeError when the system has no thread to give."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception:
+                log.exception("the thread %s failed", name)
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name=f"keepstep-peer-{name}", daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        try:
+            thread.start()
+        except BaseException:
+            with self._lock:
+                self._threads.discard(thread)
+            raise
+
+    def join(self, timeout_s: float = JOIN_S) -> list[str]:
+        """Wait for everybody but the caller. Names of those that are still there."""
+        deadline = time.monotonic() + timeout_s
+        me = threading.current_thread()
+        while True:
+            with self._lock:
+                others = [thread for thread in self._threads if thread is not me]
+            if not others or time.monotonic() >= deadline:
+                return [thread.name for thread in others]
+            others[0].join(min(0.2, max(0.0, deadline - time.monotonic())))

@@ -1,0 +1,184 @@
+"""The asking side of the bytes: a few connections to one peer, a thread on each, for as long as the session lasts.
+
+A stream is dialled when the first fetch needs it and asks for one thing at a time. Whatever goes wrong in the middle of
+an answer (deadline, cancel, rubbish) costs the connection: what is left in it cannot be told from the next answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from keepstep.peers.auth import AuthError
+from keepstep.peers.base import MAX_QUEUED_FETCHES
+from keepstep.peers.crew import Crew
+from keepstep.peers.fetches import Digest, Fetch
+from keepstep.peers.frames import ANSWER_HEAD_BYTES, REFUSED, AnswerHead, FrameError, RequestHead
+from keepstep.peers.traffic import Traffic
+from keepstep.peers.wire import Wire, WireError
+
+log = logging.getLogger("keepstep")
+Dial = Callable[[float, Callable[[Wire], None]], Wire]
+"""deadline, and whom to show the connection to before its handshake; raises WireError or AuthError"""
+
+
+class Streams:
+    """All fetches from one peer in one session."""
+
+    def __init__(self, node_id: str, dial: Dial, traffic: Traffic, crew: Crew) -> None:
+        self._node_id = node_id
+        self._dial = dial
+        self._traffic = traffic
+        self._crew = crew
+        self._changed = threading.Condition()
+        self._waiting: deque[Fetch] = deque()
+        self._wires: set[Wire] = set()
+        self._num_threads = 0
+        self._num_idle = 0
+        self._numbers = itertools.count(1)
+        self._ended = ""
+
+    def submit(self, fetch: Fetch) -> None:
+        refused = ""
+        with self._changed:
+            if self._ended:
+                refused = self._ended
+            elif len(self._waiting) >= MAX_QUEUED_FETCHES:
+                refused = f"{MAX_QUEUED_FETCHES} fetches wait already"
+            else:
+                self._waiting.append(fetch)
+                self._grow()
+                self._changed.notify()
+        if refused:
+            fetch.fail_waiting(refused, lost=bool(self._ended))
+
+    def _grow(self) -> None:
+        """One more thread if there is work for it. Without one, what waits ends by its deadline."""
+        if self._num_idle < len(self._waiting) and self._num_threads < self._traffic.config.streams:
+            try:
+                self._crew.start(f"fetch-{self._node_id}-{self._num_threads}", self._work)
+                self._num_threads += 1
+            except RuntimeError as error:
+                log.warning("no thread for a stream to %s: %s", self._node_id, error)
+
+    def expire(self, now: float) -> None:
+        """End what has waited past its deadline; called every now and then."""
+        late: list[Fetch] = []
+        with self._changed:
+            if any(fetch.deadline <= now or fetch.done() for fetch in self._waiting):
+                on_time: deque[Fetch] = deque()
+                for fetch in self._waiting:
+                    (late if fetch.deadline <= now or fetch.done() else on_time).append(fetch)
+                self._waiting = on_time
+        for fetch in late:
+            fetch.fail_waiting("no answer by the deadline: others were before it", lost=True)
+
+    def end(self, reason: str) -> None:
+        """The session is over: so is everything that was asked in it."""
+        with self._changed:
+            self._ended = self._ended or reason
+            waiting, self._waiting = self._waiting, deque()
+            for wire in self._wires:
+                wire.shut()
+            self._changed.notify_all()
+        for fetch in waiting:
+            fetch.fail_waiting(reason, lost=True)
+
+    def _work(self) -> None:
+        wire: Wire | None = None
+        while (fetch := self._next()) is not None:
+            if fetch.begin():
+                wire = self._fetch(fetch, wire)
+            del fetch
+        if wire is not None:
+            self._drop(wire)
+
+    def _next(self) -> Fetch | None:
+        with self._changed:
+            self._num_idle += 1
+            self._changed.wait_for(lambda: self._waiting or self._ended)
+            self._num_idle -= 1
+            return None if self._ended else self._waiting.popleft()
+
+    def _fetch(self, fetch: Fetch, wire: Wire | None) -> Wire | None:
+        """End `fetch`, one way or another. The connection, if it can be used again."""
+        asked = RequestHead(next(self._numbers), len(fetch.request), fetch.size_bytes, fetch.exact)
+        for stale in (wire is not None, False):
+            reason, lost, answered = "", True, False
+            try:
+                if wire is None:
+                    wire = self._dial(fetch.deadline, self._hold)
+                if not fetch.interruptible(wire.shut):
+                    raise WireError("cancelled")
+                head = self._ask(wire, fetch, asked)
+                answered = True
+                self._receive(wire, fetch, head)
+                return wire
+            except WireError as error:
+                reason = error.reason if not fetch.remaining_s <= 0 else "no answer by the deadline"
+            except AuthError as error:
+                reason = str(error)
+            except FrameError as error:
+                reason, lost = str(error), False
+            if wire is not None:
+                self._drop(wire)
+                wire = None
+            # A connection that broke while nobody used it is no reason to fail: reading again does no harm.
+            if not stale or answered or fetch.abandoned or self._ended or fetch.remaining_s <= 0:
+                break
+        self._traffic.counters.add("failed")
+        fetch.fail(self._ended or reason, lost=lost or bool(self._ended))
+        return None
+
+    def _ask(self, wire: Wire, fetch: Fetch, asked: RequestHead) -> AnswerHead:
+        wire.write(asked.pack() + fetch.request, deadline=fetch.deadline)
+        # Until the answer begins only the fetch's own deadline counts: the server may have to think.
+        return AnswerHead.unpack(wire.read_exact(ANSWER_HEAD_BYTES, deadline=fetch.deadline), asked)
+
+    def _receive(self, wire: Wire, fetch: Fetch, head: AnswerHead) -> None:
+        counters = self._traffic.counters
+        if head.status == REFUSED:
+            reason = wire.read_exact(head.length, deadline=fetch.deadline).decode(errors="replace")
+            counters.add("refused")
+            fetch.fail(f"refused: {reason}", lost=False)
+            return
+        checksum, wrong, loose = self._body(wire, fetch, head)
+        if wrong:
+            counters.add("bad_checksums")
+            fetch.fail(wrong, lost=False)
+        else:
+            counters.add("fetched")
+            fetch.succeed(head.length, checksum, loose)
+
+    def _body(self, wire: Wire, fetch: Fetch, head: AnswerHead) -> tuple[bytes, str, bytearray | None]:
+        target, loose = fetch.target(head.length)
+        digest = Digest(fetch.expect, head.checksum)
+        cap, meter, timeout_s = self._traffic.cap_in, self._traffic.meter_in, self._traffic.config.timeout_s
+        done = 0
+        while done < head.length:
+            want = min(cap.slice_bytes, head.length - done)
+            if not cap.take(want, lambda: fetch.abandoned or bool(self._ended) or fetch.remaining_s <= 0):
+                raise WireError("stopped")
+            if (remaining_s := fetch.remaining_s) <= 0:
+                raise WireError("no answer by the deadline", timed_out=True)
+            wire.limit(min(timeout_s, remaining_s))
+            count = wire.read_some(target[done : done + want])
+            cap.give_back(want - count)
+            digest.update(target[done : done + count])
+            meter.add(count)
+            done += count
+        return *digest.verdict(), loose
+
+    def _hold(self, wire: Wire) -> None:
+        with self._changed:
+            self._wires.add(wire)
+            if self._ended:
+                wire.shut()
+
+    def _drop(self, wire: Wire) -> None:
+        with self._changed:
+            self._wires.discard(wire)
+        wire.close()

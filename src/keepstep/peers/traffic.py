@@ -1,0 +1,24 @@
+"""What all streams of one keeper share: the settings, the rate caps, the meters and the counters."""
+
+from __future__ import annotations
+
+from keepstep.config import PeersConfig
+from keepstep.peers.rate import COUNTERS, Bucket, Counters, Meter
+
+
+class Traffic:
+    """Both ways."""
+
+    def __init__(self, config: PeersConfig) -> None:
+        self.config = config
+        self.counters = Counters(*COUNTERS)
+        self.cap_in, self.cap_out = Bucket(config.rate_bytes_s), Bucket(config.rate_bytes_s)
+        self.meter_in, self.meter_out = Meter(), Meter()
+
+    def all(self) -> dict[str, float]:
+        return self.counters.all() | {
+            "bytes_in": float(self.meter_in.total),
+            "bytes_out": float(self.meter_out.total),
+            "rate_in_bytes_s": self.meter_in.rate_bytes_s(),
+            "rate_out_bytes_s": self.meter_out.rate_bytes_s(),
+        }

@@ -1,0 +1,393 @@
+"""Many nodes on one machine: real agents, keepers and trainers, and ways to break them.
+
+    with LocalCluster(nodes=4, script="train.py") as cluster:
+        cluster.train(until=40)
+        cluster.node(2).kill()
+        cluster.replace(2)
+        assert cluster.restored.source == "parity"
+        assert cluster.result() == undisturbed.result()
+
+A node is an agent (`torchrun --rdzv-backend=keepstep`), its trainers and its keeper, with a node id, a runtime
+directory and an address of their own. The rendezvous store is a process beside them: any node may die.
+Scripts say what they do through `keepstep.testing.facts`. Every wait has a deadline, and its error shows
+the end of every node's log. Leaving the block ends all of it and raises when a process or a file is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from keepstep.client import KeeperClient
+from keepstep.errors import KeeperError
+from keepstep.identity import Identity
+from keepstep.protocol import Done, Release, StatusIs, WantStatus
+from keepstep.testing.facts import FACTS, Facts
+from keepstep.testing.network import Loopback, Network
+from keepstep.testing.run import alive, keeper_pid, marked_processes, wait_until
+from keepstep.types import Status
+
+CLUSTER, NODE = "KEEPSTEP_TEST_CLUSTER", "KEEPSTEP_TEST_NODE"
+WAIT_S = 120.0  # rounds take seconds, and a minute where two cores serve thirty processes
+END_S = 20.0
+LOG_TAIL_BYTES = 4000
+
+STORE = """
+import signal, sys, threading
+from keepstep.integrations.store import serve
+store = serve(sys.argv[1], 0)
+print(store.port, flush=True)
+threading.Event().wait()
+"""
+
+
+@dataclass(frozen=True)
+class RestoredRecord:
+    """What the trainers of the newest incarnation restored, all of them the same version."""
+
+    step: int | None
+    """None: a first start"""
+    source: str
+    """memory, parity or disk: the furthest that any rank had to go"""
+    survives: str
+    plan: list[str]
+    """of rank 0"""
+    incarnation: int
+    nodes: list[str]
+    """node ids by rank of their first trainer"""
+    at: float
+    """when the last rank had it, by time.time()"""
+
+
+class Node:
+    """One node of a cluster. Started by the cluster."""
+
+    def __init__(self, cluster: LocalCluster, node_id: str) -> None:
+        self._cluster, self.node_id = cluster, node_id
+        self.address = cluster.network.add(node_id)
+        self.identity = Identity(cluster.run_id, node_id, cluster.directory / node_id, outlives_launch=True)
+        self.log = cluster.directory / f"{node_id}.log"
+        self.agent: subprocess.Popen[bytes] | None = None
+        self.killed = False
+
+    def start(self) -> Self:
+        cluster = self._cluster
+        environ = cluster.environ | cluster.network.environ(self.node_id) | {
+            "KEEPSTEP_NODE_ID": self.node_id, "KEEPSTEP_RUNTIME_DIR": str(self.identity.runtime_dir),
+            "KEEPSTEP_ADDRESS": self.address, NODE: self.node_id,
+        }  # fmt: skip
+        command = cluster.network.inside(self.node_id, cluster.agent_command(self.address))
+        with self.log.open("ab") as log:
+            self.agent = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        self.killed = False
+        return self
+
+    # Breaking it
+
+    def kill(self) -> None:
+        """SIGKILL of everything on the node at one instant, as when its power goes."""
+        self._cluster.disturbed()
+        self.killed = True
+        # Stopped first: nobody on the node sees another one die.
+        for sign in (signal.SIGSTOP, signal.SIGKILL):
+            self._signal(sign)
+        wait_until(lambda: not self._signal(signal.SIGKILL), timeout_s=END_S, what=f"the end of {self.node_id}")
+        if self.agent is not None:
+            self.agent.wait(END_S)
+
+    def freeze(self) -> None:
+        """SIGSTOP of everything: the node hangs, and its connections stay open."""
+        self._cluster.disturbed()
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill_trainer(self, local: int = 0) -> int:
+        """Returns the pid."""
+        pid = self.trainers()[local]
+        self._cluster.disturbed()
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def kill_agent(self) -> None:
+        """The launcher only: its trainers and its keeper go on."""
+        assert self.agent is not None
+        self.agent.kill()
+        self.agent.wait(END_S)
+
+    def kill_keeper(self) -> int:
+        """The keeper only, which must not disturb anybody. Returns the pid."""
+        pid = self.keeper_pid()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not alive(pid), what=f"the end of keeper {pid}")
+        return pid
+
+    # Looking at it
+
+    def processes(self) -> list[int]:
+        mark = f"{NODE}={self.node_id}".encode()
+        return marked_processes(mark, f"{CLUSTER}={self._cluster.mark}".encode())
+
+    def trainers(self) -> dict[int, int]:
+        """Pids by local rank; the trainers' own children are not among them."""
+        found: dict[int, int] = {}
+        for local in range(self._cluster.trainers):
+            for pid in marked_processes(f"{CLUSTER}={self._cluster.mark}".encode(), f"LOCAL_RANK={local}".encode()):
+                if self.agent is not None and _parent(pid) == self.agent.pid:
+                    found[local] = pid
+        return found
+
+    def keeper_pid(self) -> int:
+        return keeper_pid(self.identity)
+
+    def status(self) -> Status:
+        client = KeeperClient(self.identity, "cli")
+        try:
+            return msgspec.json.decode(client.request(WantStatus(), StatusIs, timeout_s=END_S)[0].json, type=Status)
+        finally:
+            client.close()
+
+    def release(self) -> None:
+        """End the keeper, if there is one."""
+        with contextlib.suppress(KeeperError):
+            client = KeeperClient(self.identity, "cli")
+            try:
+                client.request(Release(force=True), Done, timeout_s=END_S)
+            finally:
+                client.close()
+
+    def _signal(self, sign: signal.Signals) -> list[int]:
+        pids = self.processes()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sign)
+        return pids
+
+
+class LocalCluster:
+    """`nodes` must all be there (or `min_nodes` of them); `spares` more wait for a place."""
+
+    def __init__(
+        self,
+        *,
+        nodes: int,
+        script: str | Path,
+        arguments: Sequence[str] = (),
+        trainers: int = 1,
+        spares: int = 0,
+        min_nodes: int = 0,
+        environ: Mapping[str, str] | None = None,
+        network: Network | None = None,
+    ) -> None:
+        self.size, self.trainers, self._min_nodes = nodes, trainers, min_nodes or nodes
+        self._script, self._arguments, self._num_spares = Path(script).resolve(), list(arguments), spares
+        self._extra = dict(environ or {})
+        self.network: Network = network or Loopback()
+        self.mark = uuid.uuid4().hex
+        self.run_id = f"cluster-{self.mark[:8]}"
+        # Short: a unix socket path has 107 bytes.
+        self.directory = Path(tempfile.mkdtemp(prefix="ks-", dir="/tmp"))
+        (self.directory / "facts").mkdir()
+        self.facts = Facts(self.directory / "facts")
+        self.nodes: list[Node] = []
+        """by the place they were started for; a replaced node is in `gone`"""
+        self.gone: list[Node] = []
+        self.spares: list[Node] = []
+        self._store: subprocess.Popen[str] | None = None
+        self._endpoint = ""
+        self._at_least = 0
+
+    # The story
+
+    def start(self) -> Self:
+        """Start the store and all nodes. Returns at once: training begins when they have met."""
+        self.network.open()
+        self._start_store()
+        self.nodes = [Node(self, f"node{index}").start() for index in range(self.size)]
+        self.spares = [Node(self, f"spare{index}").start() for index in range(self._num_spares)]
+        return self
+
+    def node(self, index: int) -> Node:
+        return self.nodes[index]
+
+    def replace(self, index: int) -> Node:
+        """Another machine in the place of one that is gone: another id, another address, empty."""
+        former = self.nodes[index]
+        self.gone.append(former)
+        self.nodes[index] = Node(self, f"{former.node_id}b").start()
+        return self.nodes[index]
+
+    def kill_store(self) -> None:
+        """The rendezvous store, which no new round can begin without."""
+        assert self._store is not None
+        self._store.kill()
+        self._store.communicate()
+
+    def train(self, *, until: int, timeout_s: float = WAIT_S) -> None:
+        """Have the cluster train until every rank has done this step, since the last thing that was broken."""
+        if not self.nodes:
+            self.start()
+        self.wait_step(until, timeout_s=timeout_s)
+
+    def wait_step(self, step: int, *, timeout_s: float = WAIT_S) -> None:
+        self._wait(lambda: self._all_have("step", lambda fact: fact["step"] >= step), f"step {step}", timeout_s)
+
+    def disturbed(self) -> None:
+        """What is waited for from now on must come from a later incarnation."""
+        self._at_least = self.incarnation + 1
+
+    @property
+    def incarnation(self) -> int:
+        """The newest that a trainer spoke from, 0 before the first."""
+        return max((int(fact["incarnation"]) for fact in self.facts), default=0)
+
+    @property
+    def restored(self) -> RestoredRecord:
+        """What the trainers of the newest incarnation restored; waits for the one that follows a failure."""
+        self._wait(lambda: self._all_have("restored"), "what was restored", WAIT_S)
+        told = self._newest("restored")
+        steps = {fact["step"] for fact in told}
+        assert len(steps) == 1, f"ranks restored different steps: {told}"
+        furthest = max(told, key=lambda fact: ["", "memory", "parity", "disk"].index(fact["source"]))
+        return RestoredRecord(
+            told[0]["step"], furthest["source"], told[0]["survives"], told[0]["plan"], told[0]["incarnation"],
+            [fact["node"] for fact in told[:: self.trainers]], max(fact["at"] for fact in told),
+        )  # fmt: skip
+
+    def result(self, *, timeout_s: float = WAIT_S) -> list[Any]:
+        """The digests that the trainers told at their end, by rank; all agents have ended well."""
+        self._wait(lambda: self._all_have("result"), "results", timeout_s)
+        agents = [node.agent for node in self.nodes if node.agent is not None and not node.killed]
+        self._wait(lambda: all(agent.poll() == 0 for agent in agents), "the end of the agents", timeout_s)
+        return [fact["digest"] for fact in self._newest("result")]
+
+    def status(self, index: int) -> Status:
+        return self.nodes[index].status()
+
+    def tails(self) -> str:
+        """The end of every node's log."""
+        parts = []
+        for path in sorted(self.directory.glob("*.log")):
+            text = path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+            parts.append(f"--- {path.stem}\n{text}")
+        return "\n".join(parts)
+
+    # The end
+
+    def close(self) -> None:
+        """End everything; AssertionError when something is left."""
+        every = [*self.gone, *self.nodes, *self.spares]
+        try:
+            for node in every:
+                node.thaw()
+                if node.agent is not None:
+                    node.agent.kill()
+                    node.agent.wait(END_S)
+                for pid in [] if node.killed else set(node.processes()) - {node.keeper_pid()}:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            for node in every:
+                node.release()
+            if self._store is not None and self._store.returncode is None:
+                self.kill_store()
+            wait_until(lambda: not self._left(), timeout_s=END_S, what=lambda: f"the end of {self._left()}")
+        finally:
+            for pid in marked_processes(f"{CLUSTER}={self.mark}".encode()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.network.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _left(self) -> list[str]:
+        """Processes (which alone can hold memfds), and files of keepers that were not killed."""
+        left = [f"process {pid}" for pid in marked_processes(f"{CLUSTER}={self.mark}".encode())]
+        for node in [*self.gone, *self.nodes, *self.spares]:
+            if not node.killed:
+                left += [str(path) for path in node.identity.runtime_dir.rglob("*")]
+        return left
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # How it is started
+
+    @property
+    def environ(self) -> dict[str, str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("KEEPSTEP_", "PET_", "TORCH"))}
+        ours = {
+            CLUSTER: self.mark, FACTS: str(self.directory / "facts"), "KEEPSTEP_RUN_ID": self.run_id,
+            "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(self.directory),  # torchrun leaves its log directories there
+        }  # fmt: skip
+        return clean | ours | self._extra
+
+    def agent_command(self, address: str) -> list[str]:
+        sizes = str(self.size) if self._min_nodes == self.size else f"{self._min_nodes}:{self.size}"
+        return [
+            sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=keepstep", f"--rdzv-id={self.run_id}",
+            f"--nnodes={sizes}", f"--nproc-per-node={self.trainers}", "--max-restarts=100",
+            f"--rdzv-endpoint={self._endpoint}", "--rdzv-conf=is_host=0", f"--local-addr={address}",
+            str(self._script), *self._arguments,
+        ]  # fmt: skip
+
+    def _start_store(self) -> None:
+        address = self.network.store_address
+        command = self.network.inside("", [sys.executable, "-c", STORE, address])
+        with (self.directory / "store.log").open("wb") as log:
+            self._store = subprocess.Popen(
+                command, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        assert self._store.stdout is not None
+        port = self._store.stdout.readline().strip()
+        assert port, f"the store did not start\n{self.tails()}"
+        self._endpoint = f"{address}:{port}"
+
+    # What the trainers told
+
+    def _newest(self, event: str) -> list[dict[str, Any]]:
+        """The last fact of this kind from each rank of the newest incarnation, by rank."""
+        number = max(self.incarnation, self._at_least)
+        last = {fact["rank"]: fact for fact in self.facts if fact["event"] == event and fact["incarnation"] == number}
+        return [last[rank] for rank in sorted(last)]
+
+    def _all_have(self, event: str, holds: Callable[[dict[str, Any]], bool] = lambda fact: True) -> bool:
+        told = self._newest(event)
+        return bool(told) and len(told) == told[0]["world_size"] and all(holds(fact) for fact in told)
+
+    def _wait(self, condition: Callable[[], Any], what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            ended = [n for n in self.nodes if not n.killed and n.agent is not None and n.agent.poll() not in (None, 0)]
+            if ended or time.monotonic() > deadline:
+                why = f"{ended[0].node_id} ended with an error" if ended else f"{timeout_s:g} s were not enough"
+                raise AssertionError(f"waited for {what}: {why}\n{self.tails()}")
+            time.sleep(0.02)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -1,0 +1,172 @@
+"""The network that the nodes of a LocalCluster share: the loopback, or real links between namespaces.
+
+`Loopback` gives each node an address of its own and nothing else. `Namespaces` gives each node a network
+namespace with one link to a bridge, which lives in a namespace of its own: links can be cut and slowed, and
+what one node sends is counted. Needs root, `ip` and `tc`; everything goes when it is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from typing import Protocol
+
+from keepstep.errors import ConfigError
+
+COMMAND_S = 20.0
+DEVICE = "eth0"  # inside a node's namespace
+SUBNET = "10.77.0"
+RATE = re.compile(r"[0-9]+(bit|kbit|mbit|gbit)")
+
+
+class Network(Protocol):
+    """What a cluster needs of its network."""
+
+    store_address: str
+
+    def open(self) -> None: ...
+    def close(self) -> None: ...
+
+    def add(self, node_id: str) -> str:
+        """A place for one more node; returns its address."""
+
+    def inside(self, node_id: str, command: list[str]) -> list[str]:
+        """The command that runs `command` on that node; "" is the place of the rendezvous store."""
+
+    def environ(self, node_id: str) -> dict[str, str]: ...
+
+
+class Loopback:
+    """All nodes on the loopback: 127.0.0.10, 127.0.0.11, ..."""
+
+    store_address = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def open(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def add(self, node_id: str) -> str:
+        self._count += 1
+        return f"127.0.0.{9 + self._count}"
+
+    def inside(self, node_id: str, command: list[str]) -> list[str]:
+        return command
+
+    def environ(self, node_id: str) -> dict[str, str]:
+        return {}
+
+
+class Namespaces:
+    """A namespace and a link per node, around a bridge. `rate`: of each link, both ways, as `tc` writes it: 200mbit."""
+
+    store_address = f"{SUBNET}.1"
+
+    def __init__(self, *, rate: str = "") -> None:
+        self._rate = _checked(rate)
+        self._name = f"ks{secrets.token_hex(2)}"
+        self._nodes: dict[str, int] = {}
+        self._opened: list[str] = []
+
+    def open(self) -> None:
+        missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
+        if missing or os.geteuid() != 0:
+            raise ConfigError(
+                f"network namespaces need root and {' and '.join(missing or ['ip', 'tc'])}",
+                hint="run as root with iproute2 installed, or LocalCluster without network=",
+            )
+        try:
+            self._make(self._bridge)
+            self._do(self._bridge, "ip link add br0 type bridge")
+            self._do(self._bridge, f"ip addr add {self.store_address}/16 dev br0")
+            self._do(self._bridge, "ip link set br0 up")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Links go with the namespaces at their ends. A namespace that a process still lives in goes with it."""
+        while self._opened:
+            _run(["ip", "netns", "del", self._opened.pop()], check=False)
+
+    def add(self, node_id: str) -> str:
+        number = self._nodes[node_id] = len(self._nodes)
+        here = self._namespace(node_id)
+        self._make(here)
+        link = f"ip link add {self._port(node_id)} netns {self._bridge} type veth peer name {DEVICE} netns {here}"
+        _run(link.split())
+        address = f"{SUBNET}.{10 + number}"
+        self._do(here, f"ip addr add {address}/16 dev {DEVICE}")
+        self._do(here, f"ip link set {DEVICE} up")
+        self._do(self._bridge, f"ip link set {self._port(node_id)} master br0 up")
+        if self._rate:
+            self.limit(node_id, self._rate)
+        return address
+
+    def inside(self, node_id: str, command: list[str]) -> list[str]:
+        return ["ip", "netns", "exec", self._namespace(node_id) if node_id else self._bridge, *command]
+
+    def environ(self, node_id: str) -> dict[str, str]:
+        return {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE}
+
+    # What a test does to it
+
+    def cut(self, node_id: str) -> None:
+        """The node's link is down: nothing comes, nothing goes, nobody is told."""
+        self._do(self._bridge, f"ip link set {self._port(node_id)} down")
+
+    def mend(self, node_id: str) -> None:
+        self._do(self._bridge, f"ip link set {self._port(node_id)} up")
+
+    def limit(self, node_id: str, rate: str) -> None:
+        """Both directions of the node's link. "" lifts the limit."""
+        shape = f"tbf rate {rate} burst 256kb limit 4mb" if _checked(rate) else ""
+        for place, device in ((self._namespace(node_id), DEVICE), (self._bridge, self._port(node_id))):
+            _run(["ip", "netns", "exec", place, "tc", "qdisc", "del", "dev", device, "root"], check=False)
+            if shape:
+                self._do(place, f"tc qdisc add dev {device} root {shape}")
+
+    def sent_bytes(self, node_id: str) -> int:
+        """What the node has put on its link so far, headers included."""
+        path = f"/sys/class/net/{DEVICE}/statistics/tx_bytes"
+        return int(self._do(self._namespace(node_id), f"cat {path}"))
+
+    # Names
+
+    @property
+    def _bridge(self) -> str:
+        return f"{self._name}-bridge"
+
+    def _namespace(self, node_id: str) -> str:
+        return f"{self._name}-{self._nodes[node_id]}"
+
+    def _port(self, node_id: str) -> str:
+        return f"{self._name}p{self._nodes[node_id]}"  # at most 15 characters
+
+    def _make(self, name: str) -> None:
+        _run(["ip", "netns", "add", name])
+        self._opened.append(name)
+        self._do(name, "ip link set lo up")
+
+    def _do(self, name: str, command: str) -> str:
+        return _run(["ip", "netns", "exec", name, *command.split()])
+
+
+def _checked(rate: str) -> str:
+    if rate and not RATE.fullmatch(rate):
+        raise ConfigError(f"{rate!r} is not a rate", hint="for example 200mbit or 1gbit")
+    return rate
+
+
+def _run(command: list[str], *, check: bool = True) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    if check and done.returncode:
+        raise ConfigError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout

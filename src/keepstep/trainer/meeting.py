@@ -1,0 +1,172 @@
+"""Under a launcher that agrees on nothing (plain torchrun, srun): the trainers of all nodes meet in the job's store.
+
+Rank 0 calls, everybody answers, the first trainer of each node with its keeper's card; rank 0 agrees on the
+incarnation and says so to each. What is in the store may be of a round before: torchrun hands its restarts a
+used store, and TORCHELASTIC_RESTART_COUNT differs between nodes of one round. So a call is a fresh token, an
+answer carries a token of its own, and a rank believes only an agreement that repeats it.
+Ranks stay what the launcher made them: nothing is pinned here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch.distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from keepstep.client import KeeperClient
+from keepstep.config import Config
+from keepstep.errors import ConfigError, KeeperError
+from keepstep.identity import Identity
+from keepstep.membership import (
+    SECRET_BYTES,
+    Agreement,
+    Known,
+    agree,
+    check_losses,
+    membership,
+    newest_members,
+    read_secret,
+)
+from keepstep.protocol import CardIs, Done, Membership, NodeCard, WantCard
+from keepstep.spawn import start_keeper
+from keepstep.trainer.capture import Place
+from keepstep.types import Incarnation
+
+log = logging.getLogger("keepstep")
+LOOK_S = 0.05
+
+_served: list[Any] = []
+"""what rank 0 serves when nobody does: init_process_group finds it there and shares it"""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a rank says to a call; the first trainer of a node brings its keeper's card."""
+
+    token: str
+    known: Known | None = None
+    members: list[NodeCard] = []
+
+
+@dataclass(frozen=True)
+class Met:
+    incarnation: Incarnation
+    membership: Membership | None
+    """what this trainer told its keeper, to be told again to one that takes its place"""
+
+
+def meet(identity: Identity, config: Config, place: Place) -> Met:
+    """Agree with all other trainers of the round. Every wait ends after `keeper.request_s`."""
+    deadline = time.monotonic() + config.keeper.request_s
+    store = _store(place, config.keeper.request_s)
+    secret = read_secret(config.secret_file)
+    answer = Answer(secrets.token_hex(8))
+    client = None
+    try:
+        if place.local_index == 0:
+            client = _keeper(identity, config)
+            card, _ = client.request(WantCard(), CardIs, timeout_s=config.keeper.request_s)
+            known = Known.from_card(card, has_secret=bool(secret))
+            answer = Answer(answer.token, known, card.members)
+        take_part = _preside if place.rank == 0 else _attend
+        call = take_part(store, place, answer, deadline)
+        agreed = msgspec.json.decode(store.get(f"agreement/{call}"), type=Agreement)
+        told = _tell(client, agreed, identity, config, secret) if client is not None else None
+    finally:
+        if client is not None:
+            client.close()
+    first = place.rank - place.local_index
+    if told is not None:
+        store.set(f"told/{call}/{first}", "1")
+    _wait(store, [f"told/{call}/{first}"], deadline, "this node's first trainer")
+    return Met(agreed.incarnation, told)
+
+
+def _preside(store: Any, place: Place, answer: Answer, deadline: float) -> str:
+    call = secrets.token_hex(8)
+    store.set(f"answer/{call}/0", msgspec.json.encode(answer).decode())
+    store.set("call", call)
+    keys = [f"answer/{call}/{rank}" for rank in range(place.world_size)]
+    _wait(store, keys, deadline, "the trainers of all nodes")
+    answers = [msgspec.json.decode(text, type=Answer) for text in store.multi_get(keys)]
+    nodes = {said.token: said.known for said in answers if said.known is not None}  # in the order of ranks
+    best = newest_members(nodes)
+    last = next((said.members for said in answers if said.token == best), [])
+    secret = secrets.token_bytes(SECRET_BYTES)
+    agreed = agree(list(nodes.values()), last, nonce=secrets.randbits(63), secret=secret)
+    store.set(f"agreement/{call}", msgspec.json.encode(agreed).decode())
+    store.multi_set([f"agreed/{call}/{rank}" for rank in range(place.world_size)], [said.token for said in answers])
+    return call
+
+
+def _attend(store: Any, place: Place, answer: Answer, deadline: float) -> str:
+    answered, text = "", msgspec.json.encode(answer).decode()
+    _wait(store, ["call"], deadline, "the call of rank 0")
+    while True:
+        call = store.get("call").decode()
+        if call != answered:
+            store.set(f"answer/{call}/{place.rank}", text)
+            answered = call
+        key = f"agreed/{call}/{place.rank}"
+        if store.check([key]) and store.get(key).decode() == answer.token:
+            return str(call)
+        if time.monotonic() > deadline:
+            raise KeeperError("the trainers did not agree on an incarnation in time", hint="the log of rank 0 says why")
+        time.sleep(LOOK_S)
+
+
+def _tell(client: KeeperClient, agreed: Agreement, identity: Identity, config: Config, secret: bytes) -> Membership:
+    if agreed.refusal:
+        raise ConfigError(agreed.refusal, hint="the same settings on all nodes")
+    check_losses(config.parity.losses, len(agreed.nodes))
+    rank = next(rank for rank, card in enumerate(agreed.nodes) if card.node_id == identity.node_id)
+    told = membership(agreed, rank, secret)
+    client.request(told, Done, timeout_s=config.keeper.request_s)
+    return told
+
+
+def _keeper(identity: Identity, config: Config) -> KeeperClient:
+    """The keeper of this node, started if there is none."""
+    deadline = time.monotonic() + config.keeper.start_s
+    while True:
+        try:
+            return KeeperClient(identity, "trainer")
+        except KeeperError:
+            if time.monotonic() > deadline:
+                raise
+        start_keeper(identity, config)
+
+
+def _store(place: Place, timeout_s: float) -> Any:
+    if torch.distributed.is_initialized():
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return PrefixStore("keepstep.meeting", _get_default_store())
+    environ = os.environ
+    if "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
+        raise ConfigError(
+            "this job has several nodes, and nothing says where they meet",
+            hint="init_process_group before the Snapshotter, or set MASTER_ADDR and MASTER_PORT",
+        )
+    serves = place.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = TCPStore(
+        environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=serves, wait_for_workers=False,
+        multi_tenant=True, timeout=timedelta(seconds=timeout_s),
+    )  # fmt: skip
+    if serves:
+        _served.append(store)
+    return PrefixStore("keepstep.meeting", store)
+
+
+def _wait(store: Any, keys: list[str], deadline: float, what: str) -> None:
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            raise KeeperError(f"{what} did not come in time", hint="KEEPSTEP_KEEPER_REQUEST_S waits longer")
+        time.sleep(LOOK_S)

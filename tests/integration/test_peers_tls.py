@@ -1,0 +1,268 @@
+"""Keepers over TLS 1.3: both sides show a certificate, and what they prove is bound to the connection."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+from peers_nodes import RUN_ID, SECRET, Node, TcpNet, num_sockets, our_threads, until
+
+from keepstep.config import PeersConfig
+from keepstep.errors import ConfigError
+from keepstep.peers import FetchError, Peer, TcpPeers
+from keepstep.peers.auth import CONTROL, AuthError, Dialing, Self, run_key
+from keepstep.peers.tls import Tls, channel_binding
+from keepstep.peers.wire import Wire, WireError
+
+
+def openssl(*arguments: str, cwd: Path) -> None:
+    done = subprocess.run(["openssl", *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def make_authority(directory: Path, name: str) -> dict[str, str]:
+    """An authority and one certificate of it: the three settings."""
+    here = directory / name
+    here.mkdir()
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", f"/CN={name}", cwd=here)
+    openssl("req", *key, "-keyout", "node.key", "-out", "node.csr", "-subj", "/CN=node", cwd=here)
+    signed_by = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2"]
+    openssl("x509", "-req", "-in", "node.csr", *signed_by, "-out", "node.pem", cwd=here)
+    return {
+        "tls_cert": str(here / "node.pem"),
+        "tls_key": str(here / "node.key"),
+        "tls_ca": str(here / "ca.pem"),
+    }
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_authority(tmp_path_factory.mktemp("tls"), "ours")
+
+
+@pytest.fixture
+def net(authority: dict[str, str]) -> Iterator[TcpNet]:
+    before = num_sockets()
+    made = TcpNet(**authority)
+    try:
+        yield made
+    finally:
+        made.close()
+    until(lambda: not our_threads(), f"the end of {our_threads()}", 2.0)
+    assert num_sockets() == before
+
+
+def test_messages_and_bytes_pass_encrypted(net: TcpNet) -> None:
+    a, b = net.pair()
+    assert a.peers._links.session("b").wire.tls.version() == "TLSv1.3"
+    for i in range(200):
+        assert a.peers.send("b", b"%d" % i)
+    assert a.peers.send("b", bytes(3 << 20))
+    data = os.urandom((5 << 20) + 3)
+    b.keep(b"thing", data)
+    asked = [a.get(b, b"thing", len(data), expect=xxhash.xxh3_128_digest(data)) for _ in range(3)]
+    for future, buffer in asked:
+        assert future.result(20)
+        assert bytes(buffer) == data
+    until(lambda: len(b.messages) == 201)
+    assert [message for _, message in b.messages[:200]] == [b"%d" % i for i in range(200)]
+
+
+def test_a_bit_flipped_on_the_wire_breaks_the_connection_not_the_trust(net: TcpNet) -> None:
+    a, b = net.pair()
+    b.keep(b"thing", bytes(1 << 20))
+    net.corrupt(b, a)
+    with pytest.raises(FetchError, match="TLS") as caught:
+        a.get(b, b"thing", 1 << 20)[0].result(10)
+    assert caught.value.lost
+    assert a.get(b, b"thing", 1 << 20)[0].result(10)
+
+
+def test_silence_cancel_and_deadline_work_as_without(net: TcpNet) -> None:
+    a, b = net.pair(rate_bytes_s=400_000)
+    b.keep(b"thing", bytes(4_000_000))
+    late, _ = a.get(b, b"thing", 4_000_000, timeout_s=0.4)
+    cancelled, buffer = a.get(b, b"thing", 4_000_000)
+    until(lambda: a.peers.counters()["bytes_in"] > 0)
+    cancelled.cancel()
+    assert cancelled.exception(2) is not None
+    buffer += b"x"
+    assert late.exception(2).lost
+    frozen, _ = a.get(b, b"thing", 4_000_000, timeout_s=30)
+    start = time.monotonic()
+    net.freeze(b)
+    assert frozen.exception(3).lost
+    assert time.monotonic() - start < 1.2
+    until(lambda: a.downs(b))
+    net.thaw(b)
+    until(lambda: a.peers.up("b") and b.peers.up("a"))
+
+
+def test_the_secret_is_still_needed(net: TcpNet, authority: dict[str, str]) -> None:
+    a = net.make("a")
+    with Wired(a, authority) as wire:
+        dialing = Dialing(wire, Self("b", "1", RUN_ID), CONTROL, binding=channel_binding(wire), deadline=soon())
+        with pytest.raises((AuthError, WireError)):
+            dialing.shake(run_key(b"some other secret", RUN_ID), a.card)
+
+
+def test_a_certificate_of_another_authority_is_not_let_in(net: TcpNet, tmp_path: Path) -> None:
+    a = net.make("a")
+    other = make_authority(tmp_path, "theirs") | {"tls_ca": make_settings(net)["tls_ca"]}
+    with pytest.raises(WireError), Wired(a, other) as wire:
+        # TLS 1.3: the client learns only when it reads.
+        wire.read_exact(1, deadline=soon())
+    until(lambda: a.peers.counters()["strangers"] == 1)
+
+
+def test_no_certificate_or_no_tls_is_not_let_in(net: TcpNet) -> None:
+    a = net.make("a")
+    plain = Wire(socket.create_connection((a.card.address, a.card.port)), timeout_s=5)
+    with pytest.raises(WireError):
+        Dialing(plain, Self("b", "1", RUN_ID), CONTROL, binding=b"", deadline=soon()).shake(
+            run_key(SECRET, RUN_ID), a.card
+        )
+    plain.close()
+    bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
+    sock = bare.wrap_socket(socket.create_connection((a.card.address, a.card.port)))
+    with sock, pytest.raises(OSError, match=r"(?i)certificate|alert|reset"):
+        sock.recv(1)
+    until(lambda: a.peers.counters()["strangers"] == 2)
+
+
+def test_an_older_tls_is_not_spoken(net: TcpNet, authority: dict[str, str]) -> None:
+    a = net.make("a")
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    old.load_cert_chain(authority["tls_cert"], authority["tls_key"])
+    sock = socket.create_connection((a.card.address, a.card.port))
+    with sock, pytest.raises(OSError, match=r"(?i)version|alert"):
+        old.wrap_socket(sock)
+
+
+def test_a_peer_without_tls_and_one_with_it_do_not_meet(net: TcpNet) -> None:
+    a = net.make("a")
+    plain = Node("b", "1")
+    plain.peers = TcpPeers(
+        plain.card, RUN_ID, SECRET, PeersConfig(address="127.0.0.1", dead_s=0.6),
+        on_message=plain.on_message, on_link=plain.on_link, serve=plain.serve,
+    )  # fmt: skip
+    try:
+        card = Peer("b", "1", *plain.peers.card_address())
+        a.peers.meet([card])
+        plain.peers.meet([a.card])
+        until(lambda: a.peers.counters()["strangers"] and plain.peers.counters()["strangers"])
+        assert not a.links + plain.links
+    finally:
+        plain.peers.close()
+
+
+def test_a_handshake_relayed_by_somebody_with_a_good_certificate_fails(net: TcpNet, authority: dict[str, str]) -> None:
+    """An insider of the authority ends TLS on both sides and passes every byte on: the binding tells."""
+    a, b = net.make("a"), net.make("b")
+    tls = Tls.of(PeersConfig(**authority))
+    assert tls is not None
+    listener = socket.create_server(("127.0.0.1", 0))
+    passed = {"a": 0, "b": 0}
+
+    def relay() -> None:
+        sock, _ = listener.accept()
+        near = Wire(sock, timeout_s=5)
+        far = Wire(socket.create_connection(b.peers.card_address()), timeout_s=5)
+        try:
+            tls.secure(near, server=True, timeout_s=5)
+            tls.secure(far, server=False, timeout_s=5)
+            for source, target, size, name in ((near, far, 56, "a"), (far, near, 64, "b"), (near, far, 1, "a")):
+                target.write(source.read_exact(size, deadline=soon()))
+                passed[name] += size
+        except WireError:
+            pass
+        finally:
+            near.close()
+            far.close()
+
+    thread = threading.Thread(target=relay)
+    thread.start()
+    a.peers.meet([Peer("b", "1", *listener.getsockname())])
+    thread.join(10)
+    listener.close()
+    assert passed == {"a": 56, "b": 64}  # the listener's proof came through, and a did not believe it
+    assert not a.links + b.links
+
+
+def test_the_binding_is_the_same_on_both_ends_and_never_twice(authority: dict[str, str]) -> None:
+    tls = Tls.of(PeersConfig(**authority))
+    assert tls is not None
+    seen = set()
+    for _ in range(3):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            near = Wire(socket.create_connection(listener.getsockname()), timeout_s=5)
+            far = Wire(listener.accept()[0], timeout_s=5)
+        thread = threading.Thread(target=tls.secure, args=(far,), kwargs={"server": True, "timeout_s": 5})
+        thread.start()
+        tls.secure(near, server=False, timeout_s=5)
+        thread.join(10)
+        assert channel_binding(near) == channel_binding(far)
+        assert len(channel_binding(near)) >= 32
+        seen.add(channel_binding(near))
+        near.close()
+        far.close()
+    assert len(seen) == 3
+
+
+def test_half_a_configuration_and_bad_files_are_refused(authority: dict[str, str], tmp_path: Path) -> None:
+    for missing in authority:
+        with pytest.raises(ConfigError, match="go together"):
+            Tls.of(PeersConfig(**authority | {missing: ""}))
+    (tmp_path / "rubbish.pem").write_text("rubbish")
+    for name in authority:
+        for path in (tmp_path / "rubbish.pem", tmp_path / "not there"):
+            with pytest.raises(ConfigError, match="cannot be used"):
+                Tls.of(PeersConfig(**authority | {name: str(path)}))
+    assert Tls.of(PeersConfig()) is None
+
+
+def test_a_key_behind_a_password_is_an_error_not_a_question(authority: dict[str, str], tmp_path: Path) -> None:
+    locked = str(tmp_path / "locked.key")
+    openssl("ec", "-in", authority["tls_key"], "-aes256", "-passout", "pass:x1y2z3", "-out", locked, cwd=tmp_path)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Tls.of(PeersConfig(**authority | {"tls_key": locked}))
+
+
+class Wired:
+    """A TLS connection to a node by hand."""
+
+    def __init__(self, node: Node, settings: dict[str, str]) -> None:
+        tls = Tls.of(PeersConfig(**settings))
+        assert tls is not None
+        self.wire = Wire(socket.create_connection((node.card.address, node.card.port)), timeout_s=5)
+        try:
+            tls.secure(self.wire, server=False, timeout_s=5)
+        except WireError:
+            self.wire.close()
+            raise
+
+    def __enter__(self) -> Wire:
+        return self.wire
+
+    def __exit__(self, *_: object) -> None:
+        self.wire.close()
+
+
+def make_settings(net: TcpNet) -> dict[str, str]:
+    return net._tls
+
+
+def soon() -> float:
+    return time.monotonic() + 5

@@ -1,0 +1,256 @@
+"""Agents that meet in a real store, in one process, without workers: rounds, spares, verdicts, a lost store."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from keepstep.integrations.attendance import (
+    Attendance,
+    ClosedError,
+    DuplicateError,
+    Member,
+    RoundEndedError,
+    StoreLostError,
+)
+from keepstep.integrations.rounds import Rules
+from keepstep.integrations.store import serve
+from keepstep.membership import Agreement, Known
+from keepstep.protocol import NodeCard
+
+import msgspec  # isort: skip
+
+DEAD_S = 1.5  # beats come every 0.5 s
+THREE = Rules(3, 3, dead_s=DEAD_S, settle_s=1, first_call_s=2, last_call_s=1, grace_s=2)
+
+
+class Agent:
+    """What a launcher does around its attendance, and a socket that stands for its keeper."""
+
+    def __init__(self, node_id: str, rules: Rules, port: Callable[[], int]) -> None:
+        self.keeper: socket.socket | None = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._hang_up, args=[self.keeper], daemon=True).start()
+        self.card = NodeCard(node_id, "i", "127.0.0.1", self.keeper.getsockname()[1])
+        self.members: list[NodeCard] = []
+        self.number = 0
+        self.places: list[Member] = []
+        self.problem: BaseException | None = None
+        self.over = False
+        self.attendance = Attendance(node_id, rules, connect=lambda: connect(port()), store_s=5)
+        self.thread = threading.Thread(target=self._live, daemon=True)
+
+    def _live(self) -> None:
+        """Join, begin, wait for the end of the round, join again: like an agent whose workers stop at once."""
+        try:
+            while not self.over:
+                known = Known(self.card, self.number, members_number=self.number)
+                member = self.attendance.join(known, self.members, timeout_s=20)
+                with contextlib.suppress(RoundEndedError):
+                    self._settle(member)
+                    self.places.append(member)
+                while not self.over and not self.attendance.why_ended(member.round):
+                    time.sleep(0.02)
+        except BaseException as error:
+            self.problem = error
+
+    def _settle(self, member: Member) -> None:
+        text = self.attendance.run(lambda store: store.get(member.board.agreement), timeout_s=5)
+        agreed = msgspec.json.decode(text, type=Agreement)
+        self.members, self.number = agreed.nodes, agreed.incarnation.number
+        self.attendance.run(lambda store: store.set(f"ready/{member.round}/{member.rank}", "1"), timeout_s=5)
+        keys = [f"ready/{member.round}/{rank}" for rank in range(len(agreed.nodes))]
+        self.attendance.gather(keys, member.round, timeout_s=10)
+        self.attendance.begun()
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        return (self.places[-1].round, self.places[-1].rank) if self.places else None
+
+    def die(self, *, keeper: bool = True) -> None:
+        """Stop beating without a word."""
+        self.over = self.attendance._ended = True
+        if keeper:
+            self.close_keeper()
+
+    def _hang_up(self, keeper: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                keeper.accept()[0].close()
+
+    def close_keeper(self) -> None:
+        if self.keeper is not None:
+            self.keeper.shutdown(socket.SHUT_RDWR)
+            self.keeper.close()
+            self.keeper = None
+
+
+@dataclass
+class Job:
+    rules: Rules = THREE
+    store: TCPStore | None = field(default_factory=lambda: serve("127.0.0.1", 0))
+    port: int = 0
+    agents: dict[str, Agent] = field(default_factory=dict)
+
+    def start(self, *names: str) -> list[Agent]:
+        """`b` is node b; `b+` another agent of the same node."""
+        if self.store is not None:
+            self.port = self.store.port
+        for name in names:
+            self.agents[name] = Agent(name.rstrip("+"), self.rules, lambda: self.port)
+            self.agents[name].thread.start()
+        return [self.agents[name] for name in names]
+
+    def places(self, names: str) -> list[tuple[int, int] | None]:
+        return [self.agents[name].place for name in names.split()]
+
+    def wait(self, names: str, places: list[tuple[int, int] | None], timeout_s: float = 20.0) -> float:
+        started = time.monotonic()
+        while self.places(names) != places:
+            problems = {name: agent.problem for name, agent in self.agents.items() if agent.problem}
+            boards = {name: agent.attendance.view for name, agent in self.agents.items()}
+            assert time.monotonic() - started < timeout_s, f"{self.places(names)} {problems} {boards}"
+            time.sleep(0.02)
+        return time.monotonic() - started
+
+
+def connect(port: int) -> Any:
+    client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+    return PrefixStore("job", client)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    try:
+        yield made
+    finally:
+        for agent in made.agents.values():
+            agent.die()
+
+
+def test_nodes_are_ranked_by_name_and_a_failed_node_takes_all_into_the_next_round(job: Job) -> None:
+    job.start("c", "a", "b")
+    job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
+    job.agents["b"].attendance.give_up(1, "its workers failed")
+    job.wait("a b c", [(2, 0), (2, 1), (2, 2)])
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_two_spares_and_a_dead_node_settle_in_one_round(job: Job, trial: int) -> None:
+    job.start("a", "b", "c")
+    job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
+    job.start("y", "x")
+    time.sleep(0.5)
+    assert job.places("a b c x y") == [(1, 0), (1, 1), (1, 2), None, None]
+    job.agents["b"].die()
+    died = time.monotonic()
+    while job.places("x y") == [None, None]:
+        assert time.monotonic() - died < 10
+        time.sleep(0.02)
+    took_s = time.monotonic() - died
+    job.wait("a c", [(2, 0), (2, 2)])
+    assert sorted(map(str, job.places("x y"))) == ["(2, 1)", "None"]
+    time.sleep(2 * DEAD_S)
+    assert job.places("a c") == [(2, 0), (2, 2)], "the round did not stand"
+    assert job.agents["a"].attendance.view.board.round == 2
+    assert took_s < DEAD_S + 2.5
+
+
+def test_a_silent_agent_whose_keeper_lives_ends_nothing(job: Job) -> None:
+    a, b, _ = job.start("a", "b", "c")
+    job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
+    b.die(keeper=False)
+    time.sleep(3 * DEAD_S)
+    assert a.attendance.why_ended(1) == ""
+    job.start("b+")  # somebody starts the agent again
+    job.wait("a b+ c", [(2, 0), (2, 1), (2, 2)])
+    assert "new agent" in a.attendance.view.board.broken or a.attendance.view.board.round == 2
+
+
+def test_a_dead_keeper_ends_nothing(job: Job) -> None:
+    a, b, _ = job.start("a", "b", "c")
+    job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
+    b.close_keeper()
+    time.sleep(3 * DEAD_S)
+    assert a.attendance.why_ended(1) == ""
+
+
+def test_a_node_that_dies_before_its_round_began_does_not_hold_it_up(job: Job) -> None:
+    job.start("a", "b")
+    slow = Agent("c", job.rules, lambda: job.port)
+    known = Known(slow.card, 0)
+    member = slow.attendance.join(known, [], timeout_s=20)  # it gets a place, and never says that it is ready
+    assert (member.round, member.rank) == (1, 2)
+    slow.die(keeper=False)
+    job.start("d")
+    job.wait("a b d", [(2, 0), (2, 1), (2, 2)])
+    slow.close_keeper()
+
+
+def test_an_elastic_job_goes_on_with_fewer_nodes_and_lets_one_in_when_it_has_settled(job: Job) -> None:
+    job.rules = replace(THREE, min_nodes=1)
+    job.start("a", "b", "c")
+    job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
+    job.agents["b"].die()
+    assert job.wait("a c", [(2, 0), (2, 1)]) < DEAD_S + 4
+    job.start("d")
+    job.wait("a c d", [(3, 0), (3, 1), (3, 2)])
+
+
+def test_two_living_agents_of_one_node_are_refused(job: Job) -> None:
+    job.start("a", "b", "b+")
+    deadline = time.monotonic() + 25
+    while not any(isinstance(job.agents[name].problem, DuplicateError) for name in ("b", "b+")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_spares_hear_that_the_job_is_over_and_the_next_job_of_that_name_begins(job: Job) -> None:
+    job.start("a", "b", "c")
+    job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
+    (spare,) = job.start("x")
+    time.sleep(0.5)
+    for name in "abc":
+        assert job.agents[name].attendance.end(close=True, timeout_s=5)
+    spare.thread.join(10)
+    assert isinstance(spare.problem, ClosedError)
+    for agent in job.agents.values():
+        agent.die()
+    job.agents.clear()
+    job.start("a", "b", "c")
+    job.wait("a b c", [(2, 0), (2, 1), (2, 2)])
+
+
+def test_a_store_that_is_lost_is_an_error_only_for_those_that_need_it(job: Job) -> None:
+    a, b, _ = job.start("a", "b", "c")
+    job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
+    job.store = None
+    job.port = 1  # nobody answers there
+    time.sleep(2)
+    assert a.attendance.why_ended(1) == ""  # workers that work go on
+    with pytest.raises(StoreLostError):
+        b.attendance.join(Known(b.card, 1), [], timeout_s=20)
+
+
+def test_a_store_that_came_back_empty_is_told_where_the_job_stands(job: Job) -> None:
+    a, _, c = job.start("a", "b", "c")
+    job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
+    job.store = None
+    time.sleep(1)
+    job.store = serve("127.0.0.1", 0)
+    job.start()
+    time.sleep(3 * DEAD_S)
+    assert (a.attendance.why_ended(1), c.attendance.why_ended(1)) == ("", "")
+    assert a.attendance.run(lambda store: store.get("board"), timeout_s=5)
+    job.agents["b"].die()
+    job.start("x")
+    job.wait("a x c", [(2, 0), (2, 1), (2, 2)])

@@ -1,0 +1,367 @@
+"""Several nodes in one process: real keepers in threads, real sockets and memfds, and trainers that write bytes.
+
+A trainer here is whatever speaks the protocol: it needs no torch and can be made in a millisecond. Nothing
+in here is a mock of keepstep's own code; what is missing is the launcher, whose part the test plays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from keepstep.arena import header as h
+from keepstep.arena.header import TrainerHeader
+from keepstep.arena.slots import Arena
+from keepstep.client import KeeperClient
+from keepstep.config import Config, KeeperConfig, ParityConfig, PeersConfig
+from keepstep.errors import Error
+from keepstep.identity import Identity
+from keepstep.keeper.runtime import Keeper
+from keepstep.layout import Layout, digest
+from keepstep.protocol import (
+    ArenaGiven,
+    ArenaNeed,
+    CardIs,
+    Committed,
+    Complete,
+    Done,
+    Goodbye,
+    Hold,
+    LauncherHello,
+    Loaded,
+    Membership,
+    NodeCard,
+    Protected,
+    Register,
+    Registered,
+    RestoreFrom,
+    StatusIs,
+    Void,
+    Voided,
+    WantArena,
+    WantCard,
+    WantRestore,
+    WantStatus,
+)  # fmt: skip
+from keepstep.types import Incarnation, Status, Version
+
+DEADLINE_S = 20.0
+LAYOUT = Layout((), ()).encode()
+
+
+def wait_for(what: Callable[[], object], why: str, deadline_s: float = DEADLINE_S) -> None:
+    end = time.monotonic() + deadline_s
+    while not what():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {deadline_s:g} s: {why}")
+        time.sleep(0.003)
+
+
+def content(rank: int, step: int, size_bytes: int) -> bytes:
+    """What a rank's state is at a step: different for every rank and step."""
+    return random.Random(f"{rank}:{step}").randbytes(size_bytes)
+
+
+class PlainTrainer:
+    """One rank. Its state at a step is `content(rank, step, size)`."""
+
+    def __init__(
+        self, node: Node, rank: int, world_size: int, *, local_index: int = 0, local_world_size: int = 1,
+        size_bytes: int = 1000, slots: int = 2,
+    ) -> None:  # fmt: skip
+        self.node, self.rank, self.size_bytes, self.slots = node, rank, size_bytes, slots
+        self.place = (rank, world_size, local_index, local_world_size)
+        self.client = KeeperClient(node.identity, "trainer", on_push=self._pushed, on_lost=lambda: None)
+        self.complete: Version | None = None
+        self.protected: Version | None = None
+        self.voided: list[Voided] = []
+        self.used = -1
+        self.progress = -1
+        self.arena: Arena | None = None
+        self.incarnation = Incarnation(0, 0)
+        self.restored: Version | None = None
+
+    def register(self, incarnation: Incarnation) -> None:
+        rank, world, index, local = self.place
+        register = Register(rank, world, index, local, incarnation, "", 0, 1, self.slots, -1)
+        answer, _ = self.client.request(register, Registered, timeout_s=DEADLINE_S)
+        self.incarnation = answer.incarnation
+
+    def restore(self) -> RestoreFrom:
+        """What the keeper gives back, checked byte for byte against what the rank had."""
+        answer, fds = self.client.request(WantRestore(), RestoreFrom, timeout_s=DEADLINE_S)
+        try:
+            self.restored = answer.version
+            if answer.version is not None:
+                identity = self.node.identity
+                arena = Arena.adopt(os.dup(fds[0]), run_id=identity.run_id, node_id=identity.node_id)
+                sealed = arena.sealed(answer.slot)
+                assert sealed is not None
+                assert (sealed.version, sealed.trainer.rank) == (answer.version, self.rank)
+                _, values, payload = arena.used_spans(answer.slot, sealed.trainer)
+                found = arena.segment.read(payload.offset, payload.size_bytes)
+                assert found == content(self.rank, answer.version.step, len(found)), "these are not its bytes"
+                assert arena.segment.read(values.offset, values.size_bytes) == str(answer.version.step).encode()
+                arena.close()
+                self.progress = answer.version.step
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return answer
+
+    def get_ready(self) -> None:
+        need = ArenaNeed(len(LAYOUT), 64, self.size_bytes)
+        given, fds = self.client.request(WantArena(need, self.slots), ArenaGiven, timeout_s=DEADLINE_S)
+        identity = self.node.identity
+        self.arena = Arena.adopt(fds[0], run_id=identity.run_id, node_id=identity.node_id)
+
+    def loaded(self) -> None:
+        step = self.restored.step if self.restored else None
+        self.client.request(Loaded(step), Done, timeout_s=DEADLINE_S)
+
+    def take(self, step: int) -> bool:
+        """True when it was captured."""
+        assert self.arena is not None
+        self.progress = step
+        self.arena.write_progress(h.Progress(self.incarnation, step, 0, 0))
+        grant = self.arena.grant()
+        if grant is None or grant.incarnation != self.incarnation or grant.serial <= self.used or step < grant.step:
+            return False
+        self.used = grant.serial
+        version = Version(self.incarnation, step)
+        payload, values = content(self.rank, step, self.size_bytes), str(step).encode()
+        rank, world, index, local = self.place
+        header = TrainerHeader(
+            h.WRITING, rank, world, index, local, 0, version, len(LAYOUT), len(values), len(payload),
+            digest(LAYOUT), time.time(),
+        )  # fmt: skip
+        arena, slot = self.arena, grant.slot
+        arena.write_trainer_header(slot, header)
+        arena.segment.write(arena.layout_span(slot).offset, LAYOUT)
+        arena.segment.write(arena.values_span(slot).offset, values)
+        arena.segment.write(arena.payload_span(slot).offset, payload)
+        arena.write_trainer_header(slot, TrainerHeader(**{**vars(header), "state": h.COMMITTED}))
+        self.client.post(Committed(arena.arena_id, slot, version))
+        return True
+
+    def void(self, step: int, reason: str) -> None:
+        self.client.post(Void(Version(self.incarnation, step), reason))
+
+    def leave(self, *, finished: bool = False) -> None:
+        if not self.client.lost:
+            with contextlib.suppress(Error, OSError):
+                self.client.post(Goodbye(finished))
+        self.client.close()
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+    def _pushed(self, message: object, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(message, Complete):
+            self.complete = message.version
+        elif isinstance(message, Protected):
+            self.protected = message.version
+        elif isinstance(message, Voided):
+            self.voided.append(message)
+
+
+class Node:
+    """A keeper in a thread, and whoever plays its launcher."""
+
+    def __init__(self, run: Run, node_id: str) -> None:
+        self.run, self.node_id = run, node_id
+        self.identity = Identity(run.run_id, node_id, run.directory, True)
+        self.keeper = Keeper(self.identity, run.config(node_id))
+        self.thread = threading.Thread(target=self.keeper.run, name=f"keeper-{node_id}", daemon=True)
+        self.thread.start()
+        self.fds: dict[str, int] = {}
+        self.launcher = KeeperClient(self.identity, "launcher", on_push=self._held, on_lost=lambda: None)
+        self.trainers: list[PlainTrainer] = []
+        self.launcher.request(LauncherHello(os.getpid()), Done, timeout_s=DEADLINE_S)
+
+    def _held(self, message: object, fds: list[int]) -> None:
+        if isinstance(message, Hold):
+            for name, fd in zip(message.arena_ids, fds, strict=True):
+                self.fds[name] = fd
+            for name in message.forget:
+                if name in self.fds:
+                    os.close(self.fds.pop(name))
+            return
+        for fd in fds:
+            os.close(fd)
+
+    def card(self) -> CardIs:
+        answer, _ = self.launcher.request(WantCard(), CardIs, timeout_s=DEADLINE_S)
+        return answer
+
+    def told(self, membership: Membership) -> None:
+        self.launcher.request(membership, Done, timeout_s=DEADLINE_S)
+
+    def status(self) -> Status:
+        answer, _ = self.launcher.request(WantStatus(), StatusIs, timeout_s=DEADLINE_S)
+        return msgspec.json.decode(answer.json, type=Status)
+
+    def kill(self) -> None:
+        """Everything on the node is gone."""
+        for trainer in self.trainers:
+            trainer.leave()
+        self.trainers = []
+        self.keeper.later(self.keeper.end, "killed by the test")
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive()
+        self.launcher.close()
+        while self.fds:
+            os.close(self.fds.popitem()[1])
+
+
+class Run:
+    """A job over several nodes."""
+
+    def __init__(
+        self, directory: Path, *, losses: int = 1, group_size: int = 8, size_bytes: int = 1000, slots: int = 2,
+        local: int = 1, parity: dict[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        self.directory, self.losses, self.group_size = directory, losses, group_size
+        self.size_bytes, self.slots, self.local = size_bytes, slots, local
+        self.run_id = f"run-{secrets.token_hex(4)}"
+        self.secret = secrets.token_bytes(32)
+        self.nodes: dict[str, Node] = {}
+        self.order: list[str] = []
+        self.number = 0
+        self.parity = parity or {}
+
+    def config(self, node_id: str) -> Config:
+        return Config(
+            run_id=self.run_id, node_id=node_id, runtime_dir=str(self.directory),
+            parity=ParityConfig(losses=self.losses, group_size=self.group_size, **self.parity),
+            peers=PeersConfig(address="127.0.0.1", dead_s=1.0, timeout_s=5.0, streams=1),
+            keeper=KeeperConfig(lease_s=60.0),
+        )  # fmt: skip
+
+    def add(self, *node_ids: str) -> None:
+        for node_id in node_ids:
+            self.nodes[node_id] = Node(self, node_id)
+
+    def sizes(self, rank: int) -> int:
+        return self.size_bytes + 317 * rank
+
+    def begin(self, order: list[str], former: list[NodeCard] | None = None) -> Incarnation:
+        """Start an incarnation on these nodes, in this order; trainers register but do not restore yet."""
+        self.order = order
+        cards = {node_id: self.nodes[node_id].card() for node_id in order}
+        self.number = 1 + max([self.number, *(card.largest_number for card in cards.values())])
+        incarnation = Incarnation(self.number, secrets.randbits(63))
+        for rank, node_id in enumerate(order):
+            nodes = [cards[n].card for n in order]
+            self.nodes[node_id].told(Membership(incarnation, nodes, rank, self.secret, former or []))
+        world = len(order) * self.local
+        for position, node_id in enumerate(order):
+            node = self.nodes[node_id]
+            for trainer in node.trainers:
+                trainer.leave()
+            node.trainers = [
+                PlainTrainer(
+                    node, position * self.local + i, world, local_index=i, local_world_size=self.local,
+                    size_bytes=self.sizes(position * self.local + i), slots=self.slots,
+                )
+                for i in range(self.local)
+            ]  # fmt: skip
+        self.each(lambda trainer: trainer.register(incarnation))
+        return incarnation
+
+    @property
+    def trainers(self) -> list[PlainTrainer]:
+        return [trainer for node_id in self.order for trainer in self.nodes[node_id].trainers]
+
+    def each(self, call: Callable[[PlainTrainer], object]) -> list[object]:
+        """On all ranks at once, as a job does; the first error is raised."""
+        results: list[object] = [None] * len(self.trainers)
+        errors: list[BaseException] = []
+
+        def one(index: int, trainer: PlainTrainer) -> None:
+            try:
+                results[index] = call(trainer)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=one, args=pair) for pair in enumerate(self.trainers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S + 5)
+        if errors:
+            raise errors[0]
+        return results
+
+    def restore(self) -> list[RestoreFrom]:
+        answers = self.each(lambda trainer: trainer.restore())
+        versions = {answer.version for answer in answers}
+        assert len(versions) == 1, f"ranks restore different versions: {versions}"
+        self.each(lambda trainer: trainer.get_ready())
+        self.each(lambda trainer: trainer.loaded())
+        return answers
+
+    def start(self, order: list[str], former: list[NodeCard] | None = None) -> list[RestoreFrom]:
+        self.begin(order, former)
+        return self.restore()
+
+    def train(self, steps: int, pause_s: float = 0.0) -> int:
+        """Steps on all ranks in lock-step; returns the last one."""
+        step = self.trainers[0].progress
+        for _ in range(steps):
+            step += 1
+            for trainer in self.trainers:
+                trainer.take(step)
+            time.sleep(pause_s)
+        return step
+
+    def train_until(self, what: Callable[[], object], why: str, deadline_s: float = DEADLINE_S) -> int:
+        end = time.monotonic() + deadline_s
+        step = self.trainers[0].progress
+        while not what():
+            step = self.train(1, 0.002)
+            assert time.monotonic() < end, f"not within {deadline_s:g} s: {why}"
+        return step
+
+    def protect(self) -> Version:
+        """Train until a version that is newer than all now is protected everywhere."""
+        before = self.trainers[0].protected
+        self.train_until(
+            lambda: (
+                all(t.protected not in (None, before) for t in self.trainers)
+                and len({t.protected for t in self.trainers}) == 1
+            ),
+            "a version is protected",
+        )
+        version = self.trainers[0].protected
+        assert version is not None
+        return version
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            if node.thread.is_alive():
+                node.kill()
+
+
+@contextlib.contextmanager
+def running(directory: Path, **settings: object) -> Iterator[Run]:
+    run = Run(directory, **settings)  # type: ignore[arg-type]
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -1,0 +1,296 @@
+"""The handshake between keepers: who gets in, who does not, and what the others learn."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from keepstep.peers import auth
+from keepstep.peers.auth import CONTROL, DATA, NOT_NOW, WELCOME, AuthError, Dialing, Listening, Self, run_key
+from keepstep.peers.base import Peer
+
+SECRET = b"the secret of this run"
+A, B, C = (Self(name, f"{name}-instance-1", "the-run") for name in ("node-a", "node-b", "node-c"))
+Mangle = Callable[[int, bytes], bytes]
+
+
+class Hangup(Exception):
+    """The other side has gone."""
+
+
+class Pipe:
+    """A line in memory that remembers what was written on it."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self._in: queue.Queue[bytes | None] = queue.Queue()
+        self._out: queue.Queue[bytes | None] = self._in
+        self._left = b""
+        self.mangle: Mangle = lambda _, data: data
+
+    @classmethod
+    def pair(cls) -> tuple[Pipe, Pipe]:
+        one, other = cls(), cls()
+        one._out, other._out = other._in, one._in
+        return one, other
+
+    def write(self, data: bytes, *, deadline: float | None = None) -> None:
+        self.written.append(bytes(data))
+        self._out.put(self.mangle(len(self.written) - 1, bytes(data)))
+
+    def read_exact(self, size_bytes: int, *, deadline: float | None = None) -> bytes:
+        while len(self._left) < size_bytes:
+            data = self._in.get(timeout=5)
+            if data is None:
+                self._in.put(None)
+                raise Hangup
+            self._left += data
+        data, self._left = self._left[:size_bytes], self._left[size_bytes:]
+        return data
+
+    def hang_up(self) -> None:
+        self._out.put(None)
+
+
+@dataclass
+class Setting:
+    """One handshake. What is not said is as it should be."""
+
+    dialer: Self = A
+    means: Self = B
+    listener: Self = B
+    dialer_key: bytes = run_key(SECRET, "the-run")
+    listener_key: bytes | None = run_key(SECRET, "the-run")
+    dialer_binding: bytes = b""
+    listener_binding: bytes = b""
+    kind: int = CONTROL
+    ruling: int = WELCOME
+
+
+def shake(setting: Setting, near: Pipe, far: Pipe) -> tuple[Any, Any]:
+    """What came of it on both sides: the agreement, or the exception."""
+    deadline = time.monotonic() + 5
+    outcomes: list[Any] = [None, None]
+
+    def dial() -> Any:
+        s = setting
+        dialing = Dialing(near, s.dialer, s.kind, binding=s.dialer_binding, deadline=deadline)
+        dialing.shake(s.dialer_key, Peer(s.means.node_id, s.means.instance), b"s" * 16)
+        dialing.confirm(True)
+        return dialing
+
+    def listen() -> Any:
+        s = setting
+        heard = Listening.hear(
+            far, s.listener, key_of=lambda *_: s.listener_key, binding=s.listener_binding, deadline=deadline
+        )
+        heard.rule(s.ruling)
+        assert heard.confirmed()
+        return heard
+
+    def run(index: int, work: Callable[[], Any], line: Pipe) -> None:
+        try:
+            outcomes[index] = work()
+        except (AuthError, Hangup) as error:
+            outcomes[index] = error
+        finally:
+            line.hang_up()
+
+    threads = [threading.Thread(target=run, args=args) for args in ((0, dial, near), (1, listen, far))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return outcomes[0], outcomes[1]
+
+
+def attempt(**changed: Any) -> tuple[Any, Any, Pipe, Pipe]:
+    near, far = Pipe.pair()
+    dialer, listener = shake(Setting(**changed), near, far)
+    return dialer, listener, near, far
+
+
+def failed(outcome: Any) -> bool:
+    return isinstance(outcome, AuthError | Hangup)
+
+
+@pytest.mark.parametrize("kind", [CONTROL, DATA])
+def test_two_that_share_the_secret_agree_on_keys_that_nobody_had_before(kind: int) -> None:
+    dialer, listener, near, far = attempt(kind=kind)
+    assert dialer.keys() == listener.keys()
+    assert listener.peer == Peer("node-a", "node-a-instance-1")
+    assert len(set(dialer.keys())) == 4
+    again, _, _, _ = attempt(kind=kind)
+    assert not set(again.keys()) & set(dialer.keys())
+    assert not any(key in b"".join(near.written + far.written) for key in dialer.keys()[1:])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dialer_key": run_key(b"the secret of another run", "the-run")},
+        {"dialer_key": run_key(SECRET, "another-run")},
+        {"dialer": Self("node-a", "node-a-instance-1", "another-run")},
+        {"listener_key": None},
+        {"means": C},
+        {"means": Self("node-b", "node-b-instance-2", "the-run")},
+        {"listener": Self("node-b", "node-b-instance-2", "the-run")},
+        {"dialer_binding": b"tls of one", "listener_binding": b"tls of another"},
+        {"dialer_binding": b"tls of one"},
+    ],
+    ids=[
+        "secret",
+        "key of a run",
+        "run",
+        "no secret yet",
+        "node",
+        "instance",
+        "new instance",
+        "relayed TLS",
+        "half TLS",
+    ],
+)
+def test_a_difference_in_anything_is_the_end_of_it(changed: dict[str, Any]) -> None:
+    dialer, listener, near, _ = attempt(**changed)
+    assert failed(dialer)
+    assert failed(listener)
+    # The listener proves itself first: the dialer has not said who it is.
+    assert len(near.written) == 1
+
+
+def test_versions_must_be_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = Pipe.pair()
+    near.mangle = lambda index, data: data[:4] + b"\x02" + data[5:] if index == 0 else data
+    dialer, listener = shake(Setting(), near, far)
+    assert failed(dialer)
+    assert "version 2" in str(listener)
+
+
+def test_a_dialer_that_is_not_welcome_learns_so_and_nobody_else_can_say_it() -> None:
+    dialer, _, _, _ = attempt(ruling=NOT_NOW)
+    assert "already" in str(dialer)
+    near, far = Pipe.pair()
+    far.mangle = lambda index, data: bytes([NOT_NOW]) + data[1:] if index == 1 else data
+    dialer, _ = shake(Setting(), near, far)
+    assert "wrong proof" in str(dialer)
+
+
+def test_a_confirmation_cannot_be_turned_around() -> None:
+    near, far = Pipe.pair()
+    near.mangle = lambda index, data: bytes([NOT_NOW]) + data[1:] if index == 2 else data
+    _, listener = shake(Setting(), near, far)
+    assert "wrong proof" in str(listener)
+
+
+def test_a_handshake_reflected_to_its_sender_fails() -> None:
+    """The attacker answers a's call to b by calling a itself and passing everything on."""
+    dialer, listener, near, _ = attempt(listener=A)
+    assert failed(dialer)
+    assert failed(listener)
+    assert len(near.written) == 1
+
+
+def test_a_challenge_thrown_back_at_the_listener_fails() -> None:
+    """The attacker repeats the listener's own proof as if it were the dialer's."""
+    line, far = Pipe.pair()
+    done: list[Any] = []
+
+    def listen() -> None:
+        try:
+            Listening.hear(far, B, key_of=lambda *_: Setting.listener_key, binding=b"", deadline=time.monotonic() + 5)
+        except (AuthError, Hangup) as error:
+            done.append(error)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    line.write(auth._HELLO.pack(b"KSPR", auth.VERSION, CONTROL, b"n" * 32, auth.NO_SESSION))
+    proof = line.read_exact(64)[32:]
+    line.write(b"\x00\x00" + proof)
+    thread.join(10)
+    assert "wrong proof" in str(done[0])
+
+
+def test_a_handshake_relayed_to_another_node_of_the_run_fails() -> None:
+    """a means b; the attacker passes everything to c, which knows the secret too, and back."""
+    dialer, listener, near, _ = attempt(means=B, listener=C)
+    assert failed(dialer)
+    assert failed(listener)
+    assert len(near.written) == 1
+
+
+def test_a_recorded_handshake_is_worth_nothing() -> None:
+    _, _, near, far = attempt()
+    # To a listener: everything the dialer said.
+    replayed, fresh = Pipe.pair()
+    for data in near.written:
+        replayed.write(data)
+    replayed.hang_up()
+    with pytest.raises(AuthError, match="wrong proof"):
+        Listening.hear(fresh, B, key_of=lambda *_: Setting.listener_key, binding=b"", deadline=time.monotonic() + 5)
+    # To a dialer: everything the listener said.
+    replayed, fresh = Pipe.pair()
+    for data in far.written:
+        replayed.write(data)
+    replayed.hang_up()
+    with pytest.raises(AuthError, match="wrong proof"):
+        Dialing(fresh, A, CONTROL, binding=b"", deadline=time.monotonic() + 5).shake(
+            Setting.dialer_key, Peer(B.node_id, B.instance)
+        )
+
+
+def test_a_stranger_learns_neither_run_nor_node() -> None:
+    """Neither who knocks nor who pretends to be the peer."""
+    _, _, _, far = attempt(dialer_key=b"guess" * 8)
+    _, _, near, _ = attempt(listener_key=b"guess" * 8)
+    said = b"".join(far.written + near.written)
+    for name in ("the-run", "node-a", "node-b", "instance"):
+        assert name.encode() not in said
+    assert sum(map(len, far.written)) == 64
+    assert sum(map(len, near.written)) == auth._HELLO.size
+
+
+def test_the_key_of_another_session_opens_no_stream() -> None:
+    one, _, _, _ = attempt()
+    other, _, _, _ = attempt()
+    dialer, listener, _, _ = attempt(kind=DATA, dialer_key=one.keys()[1], listener_key=other.keys()[1])
+    assert failed(dialer)
+    assert failed(listener)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_byte_of_a_handshake_can_be_changed(seed: int) -> None:
+    rng = random.Random(seed)
+    near, far = Pipe.pair()
+    line, frame = rng.choice([(near, 0), (near, 1), (near, 2), (far, 0), (far, 1)])
+    flips: list[bytes] = []
+
+    def flip(index: int, data: bytes) -> bytes:
+        if index != frame:
+            return data
+        at = rng.randrange(len(data))
+        if frame == 0 and line is near and at in (6, 7):
+            at = 8  # padding
+        if frame == 1 and line is near and at in (0, 1):
+            at = 2  # a longer length would wait for more
+        flips.append(data)
+        return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+
+    line.mangle = flip
+    dialer, listener = shake(Setting(), near, far)
+    assert flips
+    assert failed(dialer) or failed(listener)
+
+
+def test_an_identity_without_bounds_is_not_read() -> None:
+    line, far = Pipe.pair()
+    line.write(auth._HELLO.pack(b"KSPR", auth.VERSION, CONTROL, b"n" * 32, auth.NO_SESSION))
+    line.write(b"\xff\xff")
+    with pytest.raises(AuthError, match="65535 bytes"):
+        Listening.hear(far, B, key_of=lambda *_: b"k" * 32, binding=b"", deadline=time.monotonic() + 5)

@@ -1,0 +1,113 @@
+"""Who is in an incarnation and in which order: the pure rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keepstep.errors import ConfigError
+from keepstep.membership import (
+    Known,
+    agree,
+    check_losses,
+    membership,
+    newest_members,
+    read_secret,
+    seats,
+    with_own_card,
+)
+from keepstep.protocol import NodeCard
+
+
+def card(node_id: str, instance: str = "1") -> NodeCard:
+    return NodeCard(node_id, instance, f"10.0.0.{ord(node_id[0])}", 7000)
+
+
+def known(node_id: str, number: int = 0, **more: object) -> Known:
+    return Known(card(node_id), number, **more)  # type: ignore[arg-type]
+
+
+def test_a_first_start_orders_nodes_by_name_as_people_count() -> None:
+    assert seats(["n10", "n2", "n1"], []) == ["n1", "n2", "n10"]
+    assert seats(["b", "10", "a1", "a"], []) == ["a", "a1", "b", "10"]
+
+
+def test_survivors_keep_their_ranks_and_newcomers_fill_the_holes() -> None:
+    assert seats(["z", "a", "d", "b"], ["b", "c", "a", "d"]) == ["b", "z", "a", "d"]
+    assert seats(["x", "w", "d", "a"], ["a", "b", "c", "d"]) == ["a", "w", "x", "d"]
+
+
+def test_another_number_of_nodes_keeps_the_order_of_survivors() -> None:
+    assert seats(["a", "c", "d"], ["d", "b", "c", "a"]) == ["d", "c", "a"]
+    assert seats(["f", "a", "b", "e"], ["b", "a"]) == ["b", "a", "e", "f"]
+
+
+def test_every_node_has_exactly_one_rank() -> None:
+    for last in (["a", "b", "c"], ["c", "x", "y", "b"], []):
+        for present in (["a", "b", "c"], ["p", "q"], ["c", "b", "q", "r", "s"]):
+            assert sorted(seats(present, last)) == sorted(present)
+
+
+def test_the_number_is_one_more_than_any_keeper_knows() -> None:
+    agreed = agree([known("a", 3), known("b", 7), known("c", 0)], [], nonce=5, secret=b"s")
+    assert (agreed.incarnation.number, agreed.incarnation.nonce) == (8, 5)
+    assert agree([known("a", 3)], [], nonce=5, secret=b"s", known_number=9).incarnation.number == 10
+
+
+def test_members_without_a_place_are_named_as_former() -> None:
+    agreed = agree([known("a"), known("z")], [card("a"), card("b"), card("c")], nonce=1, secret=b"s")
+    assert [node.node_id for node in agreed.nodes] == ["a", "z"]
+    assert [node.node_id for node in agreed.former] == ["b", "c"]
+
+
+def test_a_node_that_came_back_with_an_empty_keeper_is_not_former() -> None:
+    agreed = agree([Known(card("a", "2"), 0)], [card("a", "1")], nonce=1, secret=b"s")
+    assert agreed.former == []
+    assert agreed.nodes[0].instance == "2"
+
+
+def test_a_secret_in_a_file_does_not_travel() -> None:
+    both = [known("a", has_secret=True), known("b", has_secret=True)]
+    agreed = agree(both, [], nonce=1, secret=b"drawn")
+    assert agreed.secret == b""
+    assert membership(agreed, 1, b"from a file").secret == b"from a file"
+    assert membership(agree([known("a"), known("b")], [], nonce=1, secret=b"drawn"), 0, b"").secret == b"drawn"
+
+
+def test_a_secret_file_on_some_nodes_only_is_refused_by_name() -> None:
+    agreed = agree([known("a", has_secret=True), known("b")], [], nonce=1, secret=b"drawn")
+    assert "not on b" in agreed.refusal
+
+
+def test_the_newest_list_of_members_counts() -> None:
+    brought = {"x": known("a", members_number=2), "y": known("b", members_number=4), "z": known("c")}
+    assert newest_members(brought) == "y"
+    assert newest_members({"z": known("c")}) == ""
+    assert newest_members({}) == ""
+
+
+def test_a_keeper_that_took_over_is_told_its_own_new_address() -> None:
+    told = membership(agree([known("a"), known("b")], [], nonce=1, secret=b"s"), 1, b"")
+    again = with_own_card(told, card("b", "2"))
+    assert [node.instance for node in again.nodes] == ["1", "2"]
+    assert again.incarnation == told.incarnation
+
+
+def test_more_losses_than_nodes_bear_are_refused_with_the_largest_possible_value() -> None:
+    check_losses(4, 1)
+    check_losses(1, 2)
+    with pytest.raises(ConfigError, match="the largest possible value is 2"):
+        check_losses(3, 3)
+
+
+def test_a_secret_file_must_hold_something(tmp_path: Path) -> None:
+    assert read_secret("") == b""
+    path = tmp_path / "secret"
+    path.write_bytes(b"\n")
+    with pytest.raises(ConfigError, match="empty"):
+        read_secret(str(path))
+    path.write_bytes(b"abc\n")
+    assert read_secret(str(path)) == b"abc"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_secret(str(tmp_path / "none"))

@@ -1,0 +1,152 @@
+"""The rules by which rounds begin and end, without a store, a clock or a thread."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from keepstep.integrations.rounds import (
+    Board,
+    Rules,
+    Seat,
+    Silences,
+    arrive,
+    begin,
+    choose,
+    end_round,
+    leave,
+    reopen,
+    watched,
+)
+from keepstep.membership import Known
+from keepstep.protocol import NodeCard
+
+THREE = Rules(3, 3, dead_s=3, settle_s=30, first_call_s=30, last_call_s=3, grace_s=6)
+
+
+def seat(name: str) -> Seat:
+    """`b2` is the second agent of node b."""
+    return Seat(name, name[0])
+
+
+def waiting(*names: str, board: Board | None = None) -> Board:
+    board = Board() if board is None else board
+    for name in names:
+        board = arrive(board, seat(name))
+    return board
+
+
+def standing(*names: str, round_: int = 1) -> Board:
+    return Board(round=round_, members=[seat(name) for name in names], broken="")
+
+
+def pick(
+    board: Board, alive: str, *, rules: Rules = THREE, last: str = "", waited_s: float = 0.0, holders: str = ""
+) -> tuple[str, str]:
+    agents = {other.agent for other in [*board.members, *board.waiting] if other.agent in alive.split()}
+    known = {
+        other.agent: Known(NodeCard(other.node_id, "", "", 0), 0, holds_state=other.node_id in holders)
+        for other in board.waiting
+        if other.agent in agents
+    }
+    cards = [NodeCard(node, "", "", 0) for node in last]
+    chosen, reason = choose(board, rules, alive=agents, known=known, last=cards, waited_s=waited_s)
+    return " ".join(other.agent for other in chosen), reason
+
+
+def test_a_first_round_begins_when_all_nodes_are_here() -> None:
+    assert pick(waiting("c1", "a1"), "a1 c1")[0] == ""
+    assert pick(waiting("c1", "a1", "b1"), "a1 b1 c1")[0] == "a1 b1 c1"
+
+
+def test_a_dead_candidate_is_not_counted() -> None:
+    assert pick(waiting("a1", "b1", "c1"), "a1 c1")[1].startswith("2 of at least 3 nodes")
+
+
+def test_a_member_that_asks_again_ends_the_round_it_was_in() -> None:
+    board = arrive(standing("a1", "b1", "c1"), seat("b1"))
+    assert "node b has left it" in board.broken
+    assert [member.agent for member in board.members] == ["a1", "b1", "c1"]
+
+
+def test_a_new_agent_in_the_place_of_a_dead_one_ends_the_round() -> None:
+    assert "new agent" in arrive(standing("a1", "b1", "c1"), seat("b2")).broken
+
+
+def test_a_spare_does_not_move_a_round_that_stands() -> None:
+    assert waiting("x1", "y1", board=standing("a1", "b1", "c1")).stands
+
+
+def test_members_that_live_are_waited_for_before_a_spare_gets_a_place() -> None:
+    board = end_round(waiting("x1", "y1", board=standing("a1", "b1", "c1")), 1, "c is dead")
+    board = waiting("a1", board=board)
+    chosen, reason = pick(board, "a1 b1 x1 y1", last="abc", waited_s=99)
+    assert chosen == ""
+    assert reason == "node b must stop its workers first"
+    assert pick(waiting("b1", board=board), "a1 b1 x1 y1", last="abc")[0] == "a1 b1 x1"
+
+
+def test_the_spare_that_came_first_gets_the_hole_and_the_others_keep_their_ranks() -> None:
+    board = end_round(waiting("y1", "x1", board=standing("a1", "b1", "c1")), 1, "b is dead")
+    board = waiting("c1", "a1", board=board)
+    chosen, _ = pick(board, "a1 c1 x1 y1", last="abc")
+    assert chosen == "a1 y1 c1"
+    begun = begin(board, [seat(name) for name in chosen.split()], "key", {"a1", "c1", "x1", "y1"})
+    assert begun.stands
+    assert begun.round == 2
+    assert [other.agent for other in begun.waiting] == ["x1"]
+
+
+def test_nodes_that_hold_state_come_before_empty_ones() -> None:
+    board = waiting("x1", "y1", "z1", "b1", "a1")
+    assert pick(board, "a1 b1 x1 y1 z1", last="abc", waited_s=9, holders="z")[0] == "a1 b1 z1"
+
+
+def test_on_a_new_store_newcomers_wait_a_while_for_nodes_that_may_hold_state() -> None:
+    board = waiting("x1", "y1", "a1")
+    chosen, reason = pick(board, "a1 x1 y1", last="abc")
+    assert chosen == ""
+    assert "have not come yet: b, c" in reason
+    assert pick(board, "a1 x1 y1", last="abc", waited_s=7)[0] == "a1 x1 y1"
+
+
+def test_an_elastic_round_waits_for_more_nodes_only_so_long() -> None:
+    rules = replace(THREE, min_nodes=1)
+    assert pick(waiting("a1", "b1"), "a1 b1", rules=rules)[0] == ""
+    assert pick(waiting("a1", "b1"), "a1 b1", rules=rules, waited_s=31)[0] == "a1 b1"
+    later = waiting("a1", "b1", board=end_round(standing("a1", "b1", "c1"), 1, "c is dead"))
+    assert pick(later, "a1 b1", rules=rules, last="abc", waited_s=4)[0] == "a1 b1"
+
+
+def test_a_verdict_on_a_round_that_is_over_changes_nothing() -> None:
+    board = standing("a1", "b1", round_=4)
+    assert end_round(board, 3, "late") is board
+    assert end_round(end_round(board, 4, "first"), 4, "second").broken == "first"
+
+
+def test_a_job_of_the_same_name_can_begin_where_the_last_one_closed() -> None:
+    closed = leave(standing("a1", "b1"), "a1", close=True)
+    assert closed.closed
+    again = reopen(closed)
+    assert not again.closed
+    assert not again.stands
+
+
+def test_small_rounds_watch_everybody_and_large_ones_the_next_few() -> None:
+    assert [other.agent for other in watched(standing("a1", "b1", "c1"), 1)] == ["c1", "a1"]
+    large = Board(round=1, members=[Seat(str(n), str(n)) for n in range(40)], broken="")
+    assert [other.agent for other in watched(large, 38)] == ["39", "0", "1"]
+
+
+def test_an_agent_is_silent_only_while_somebody_listens() -> None:
+    silences = Silences()
+    assert silences.silent_s("a") == 0
+    silences.hear({"a": 5}, 1.0)
+    assert silences.silent_s("a") == 0
+    assert not silences.moved("a")
+    silences.hear({"a": 5}, 1.0)
+    silences.hear({}, 1.0)
+    silences.hear({"a": 5}, 0.5)
+    assert silences.silent_s("a") == 1.5
+    silences.hear({"a": 6}, 1.0)
+    assert silences.silent_s("a") == 0
+    assert silences.moved("a")
