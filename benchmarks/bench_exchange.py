@@ -103,7 +103,7 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-# --- the parent --------------------------------------------------------------------------------------------------------
+# --- the parent -----------------------------------------------------------------------------------------------------
 
 
 def measure(
@@ -263,7 +263,7 @@ def judge(summary: dict[str, Any]) -> list[Verdict]:
     return [cpu, Verdict(target, f"{LINK_SHARE:.0%}", f"{share:.1%} (bare {bare:.1%}, MTU {MTU})", outcome)]
 
 
-# --- the children ------------------------------------------------------------------------------------------------------
+# --- the children ---------------------------------------------------------------------------------------------------
 
 
 def child(options: argparse.Namespace) -> None:
@@ -303,9 +303,8 @@ def timed(run: Any) -> None:
     for order in orders():
         start, cpu = time.perf_counter(), time.process_time()
         run(order["size_bytes"])
-        tell({
-            "size_bytes": order["size_bytes"], "seconds": time.perf_counter() - start, "cpu_s": time.process_time() - cpu
-        })  # fmt: skip
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+        tell({"size_bytes": order["size_bytes"], "seconds": seconds, "cpu_s": cpu_s})
 
 
 def bare_serve(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> None:

@@ -222,6 +222,8 @@ class Voided(msgspec.Struct, frozen=True, tag=True):
     version: Version
     rank: int
     reason: str
+    diverged: list[str] = []
+    """paths whose replicas are not the same on all nodes: protected per rank from the next layout on"""
 
 
 class WantRestore(msgspec.Struct, frozen=True, tag=True):

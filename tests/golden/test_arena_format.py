@@ -70,17 +70,26 @@ GRANT_HEX = (
     + "ee649e3d95e2336c"
 )  # fmt: skip
 
-LEDGER = Ledger(LIFE, base=Version(OLDER, -1), complete=None, serial=9)
+LEDGER = Ledger(
+    LIFE, base=Version(OLDER, -1), complete=None, serial=9, current=Version(LIFE, 5), protected=None,
+    target=Version(LIFE, 6), protected_by=(1, 2, 3), epoch=0x31, seq=0x32, attempt=0x33, settled=0x34,
+)  # fmt: skip
 LEDGER_HEX = (
-    "4b534c4544474552"  # KSLEDGER
+    "4b534c4544474532"  # KSLEDGE2
     + SEQUENCE_HEX
     + LIFE_HEX
-    + "01" "00"
+    + "15"
     + "0700000000000000" "a8a7a6a5a4a3a2a1" "ffffffffffffffff"
     + "00" * 24
+    + LIFE_HEX + "0500000000000000"
+    + "00" * 24
+    + LIFE_HEX + "0600000000000000"
+    + "0100000000000000" "0200000000000000" "0300000000000000"
+    + "3100000000000000" "3200000000000000"
+    + "34000000" "33000000"
     + "0900000000000000"
-    + "00" * 158
-    + "caa98657d3ae7fbc"
+    + "00" * 39
+    + "be3782a8277ecca1"
 )  # fmt: skip
 
 PROGRESS = Progress(LIFE, 999)
@@ -148,7 +157,7 @@ LAYOUT_HEX = (
     "38343464313131643892010592000118919300189198aa6d6f64656c2e62696173a7666c6f6174333291069101009106"
     "9100c2a466756c6c020000cc80910090"
 )
-ARENA_DIGEST = "43178540c16ff0d22d62054a04544f32"
+ARENA_DIGEST = "d8be9e38209e6ee463e7687083e3e9c8"
 
 
 def tiny_layout() -> Layout:

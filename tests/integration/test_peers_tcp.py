@@ -458,6 +458,17 @@ def test_a_keeper_that_was_itself_stopped_does_not_take_all_others_for_dead(net:
     assert not a.downs(b)
 
 
+def test_a_fault_of_our_own_costs_one_link_for_a_moment(net: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c = (net.make(name, dead_s=5.0) for name in "abc")
+    net.acquaint(a, b, c)
+    monkeypatch.setattr(a.peers._links.session("b"), "read", lambda: 1 / 0)
+    b.peers.send("a", b"x")
+    until(lambda: a.downs(b))
+    assert "ZeroDivisionError" in a.downs(b)[0]
+    until(lambda: a.peers.up("b") and b.peers.up("a"))
+    assert not a.downs(c)
+
+
 def test_work_goes_on_when_any_one_effect_fails(net: Direct) -> None:
     """The Nth system call on a socket fails, for N = 1, 2, 3 ..., and everything heals by itself."""
     a, b = net.pair(dead_s=10.0)

@@ -51,6 +51,7 @@ REREAD_S = 5.0  # the document is read at least so often, also when the count of
 PROBE_S = 1.5  # deadline for, and pause between, two tries to reach the keeper of a silent agent
 NONSENSE = bytes(64)
 DUPLICATE_S = 10.0  # how long the agent that spoke for this node before may take to end
+END_S = 6.0  # for the thread to come back from the store
 NEVER = 1 << 62
 DECIDERS = 3  # of the living candidates the first few may begin a round: enough, and no storm of writes
 
@@ -252,6 +253,9 @@ class Attendance:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
+        if self._thread.ident is not None:
+            # A thread that comes out of torch's C++ while the interpreter ends would abort the process.
+            self._thread.join(END_S)
         return told
 
     def _raise_if_lost(self) -> None:

@@ -229,6 +229,8 @@ class KeptRendezvous(RendezvousHandler):
         return "localhost" if self._alone else own or socket.getfqdn()
 
     def _connect(self, timeout_s: float) -> TorchStore:
+        # Nobody there is an error at once, and not after torch has tried for `timeout_s` and said so in 20 lines.
+        socket.create_connection((self._served.host, self._served.port), timeout=CONNECT_S).close()
         client = TCPStore(
             self._served.host, self._served.port, is_master=False, wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),

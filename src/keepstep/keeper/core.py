@@ -97,4 +97,5 @@ _DISPATCH: dict[type, Callable[[Node, Any], None]] = {
     e.BroughtIn: restoring.brought_in,
     e.ParityPlaced: protecting.placed,
     e.ExchangeMoved: protecting.moved,
+    e.SharesRead: following.shares_read,
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.arena.header import Grant, Ledger, Progress
-from keepstep.keeper.words import Failure, Orders, Report
+from keepstep.keeper.words import Audit, Failure, Orders, Report, ShareChunk
 from keepstep.protocol import ArenaNeed, Membership, NodeCard, Register
 from keepstep.recovery.inventory import ParitySet, SetKey
 from keepstep.recovery.plan import Piece
@@ -118,6 +118,8 @@ class SlotSealed:
     local_world_size: int
     size_bytes: int
     problem: str = ""
+    shares: tuple[tuple[str, bytes], ...] = ()
+    """(class, digest) of what the slot holds of state that other nodes hold too"""
 
 
 @dataclass(frozen=True)
@@ -199,11 +201,11 @@ class ExchangeMoved:
 
 
 @dataclass(frozen=True)
-class ShareSealed:
-    """The digest of a replica class, over all local ranks that hold a part of it."""
+class SharesRead:
+    """What this node holds of a replica class, chunk by chunk."""
 
-    version: Version
-    shares: tuple[tuple[str, bytes], ...]
+    audit: Audit
+    chunks: tuple[ShareChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,6 @@ class Send:
     conn: Conn
     message: Any
     arena_id: str = ""
-    more: tuple[str, ...] = ()
-    """other arenas that the message points into"""
 
 
 @dataclass(frozen=True)
@@ -305,6 +305,11 @@ class StopExchange:
 
 
 @dataclass(frozen=True)
+class ReadShares:
+    audit: Audit
+
+
+@dataclass(frozen=True)
 class FreeParity:
     """Nobody needs this parity any more: its memory may be used for the next one."""
 
@@ -346,10 +351,10 @@ class Log:
 
 Effect = (
     Send | WriteGrant | WriteLedger | SealSlot | VerifySlot | CreateArena | DropArena | Kill | End | Log
-    | Tell | Meet | BringIn | GiveUpBringing | StartExchange | StopExchange | FreeParity
+    | Tell | Meet | BringIn | GiveUpBringing | StartExchange | StopExchange | FreeParity | ReadShares
 )  # fmt: skip
 Event = (
     TrainerRegisters | LauncherSeen | ProcessDied | ArenaWanted | ArenaAdded | ArenaRefused | SnapshotCommitted
     | GrantVoid | SlotSealed | SlotVerified | RestoreWanted | RankLoaded | TrainerLeaves | Tick
-    | MembersSet | PeerSaid | PeerLink | BroughtIn | ParityPlaced | ExchangeMoved | ShareSealed
+    | MembersSet | PeerSaid | PeerLink | BroughtIn | ParityPlaced | ExchangeMoved | SharesRead
 )  # fmt: skip

@@ -161,7 +161,7 @@ def report_of(node: Node) -> Report:
         progress=progress, step_s=_pace(node, progress), ready=node.all_loaded() and node.state == SERVING,
         room=snapshots.has_room(node), every=first.every if first else 1, slots=first.slots if first else 2,
         grants=said, opened=opened, placed=tuple(node.sets), exchange=node.exchange,
-        shares=tuple((v, c, d) for v, found in node.shares.items() for c, d in found.items()),
+        audit=node.audit,
         damaged=tuple(damaged), unreachable=_unreachable(node), finished=_finished(node),
         losses=node.limits.losses, group_size=node.limits.group_size, orders=node.orders,
         inventory=node.inventory() if restoring_now and restoring.inventory_ready(node) else None,
@@ -200,10 +200,14 @@ def _report(node: Node) -> None:
     report = report_of(node)
     key = (report.state, report.whole, report.ready, report.room, report.grants, report.opened, report.placed,
            report.exchange, report.damaged, report.finished, report.orders and report.orders.order,
-           report.inventory, report.restored, report.failures, report.shares, report.incarnation)  # fmt: skip
+           report.inventory, report.restored, report.failures, report.audit, report.incarnation)  # fmt: skip
     if key != node.said_key or node.now - node.said_at >= HEARTBEAT_S:
         node.said_key, node.said_at = key, node.now
         node.do(e.Tell(to, report))
+
+
+def shares_read(node: Node, event: e.SharesRead) -> None:
+    node.audit = (event.audit, event.chunks)
 
 
 # Orders
@@ -253,6 +257,8 @@ def _keep(node: Node, before: Orders) -> None:
     if before.retain != kept.retain or before.protected_by != kept.protected_by:
         snapshots.drop_old_arenas(node)
     protecting.take_orders(node)
+    if kept.audit is not None and kept.audit != before.audit:
+        node.do(e.ReadShares(kept.audit))
     node.write_ledger()
 
 

@@ -22,6 +22,8 @@ class OpenGrant:
     slots: dict[int, int]
     committed: dict[int, Version] = field(default_factory=dict)
     sealed: set[int] = field(default_factory=set)
+    shares: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    """by rank: the digest of what its slot holds of each replica class"""
     void: tuple[int, str] | None = None
     """the rank that could not honour it, and why"""
     voided: set[int] = field(default_factory=set)
@@ -46,7 +48,15 @@ class OpenGrant:
             rank, reason = self.void or (-1, "no rank of this node could take part")
             return GrantSaid(self.serial, self.step, None, False, rank, reason, late=len(self.versions) > 1)
         (version,) = self.versions
-        return GrantSaid(self.serial, self.step, version, self.slots.keys() <= self.sealed)
+        return GrantSaid(self.serial, self.step, version, self.slots.keys() <= self.sealed, shares=self._shares())
+
+    def _shares(self) -> tuple[tuple[str, bytes], ...]:
+        """Local ranks hold different chunks of a class; digests add up in any order."""
+        total: dict[str, int] = {}
+        for found in self.shares.values():
+            for class_id, digest in found.items():
+                total[class_id] = total.get(class_id, 0) ^ int.from_bytes(digest, "little")
+        return tuple((class_id, value.to_bytes(16, "little")) for class_id, value in sorted(total.items()))
 
 
 @dataclass

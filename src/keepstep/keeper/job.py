@@ -24,8 +24,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from keepstep.keeper.audit import odd_one_out
 from keepstep.keeper.words import (
     MAX_OUTCOMES,
+    Audit,
     Failure,
     GrantOrder,
     GrantSaid,
@@ -69,6 +71,7 @@ class OpenGrant:
     versions: set[Version] = field(default_factory=set)
     void: tuple[int, str] | None = None
     late: bool = False
+    diverged: tuple[str, ...] = ()
 
     def hear(self, node_id: str, said: GrantSaid) -> None:
         before = self.said.get(node_id)
@@ -364,6 +367,8 @@ class Job:
                 break
             if grant.void is None and grant.sealed < len(self.views):
                 break
+            if grant.void is None and not self._agree(grant):
+                break
             self.open.pop(0)
             if grant.void is None:
                 (version,) = grant.versions
@@ -374,8 +379,37 @@ class Job:
                 if grant.late:
                     # The grant came too late for one of them: give the next one more lead.
                     self.lead = min(2 * self.lead, MAX_LEAD)
-                self.outcomes.append(Outcome(grant.serial, None, rank, reason))
-            self._change(grants=tuple(GrantOrder(g.serial, g.step) for g in self.open), outcomes=tuple(self.outcomes))
+                self.outcomes.append(Outcome(grant.serial, None, rank, reason, grant.diverged))
+            left = tuple(GrantOrder(g.serial, g.step) for g in self.open)
+            self._change(grants=left, outcomes=tuple(self.outcomes), audit=None)
+
+    def _agree(self, grant: OpenGrant) -> bool:
+        """Replicated state is the same on all nodes that hold it; otherwise the version is void, by path and rank.
+
+        False while the nodes are asked what exactly differs.
+        """
+        seen: dict[str, bytes] = {}
+        differs = None
+        for said in grant.said.values():
+            for class_id, digest in said.shares:
+                if seen.setdefault(class_id, digest) != digest:
+                    differs = class_id
+        if differs is None:
+            return True
+        (version,) = grant.versions
+        asked = Audit(version, differs)
+        self._change(audit=asked)
+        answers = []
+        for view in self.views.values():
+            report = view.report
+            if report is not None and report.audit is not None and report.audit[0] == asked:
+                answers.append(report.audit[1])
+        if len(answers) < len(self.views):
+            return False
+        rank, reason, paths = odd_one_out(answers)
+        grant.void, grant.diverged = (rank, reason), paths
+        self.faults.append(reason)
+        return True
 
     def _completed(self, version: Version) -> None:
         if self.orders.complete is None or version > self.orders.complete:

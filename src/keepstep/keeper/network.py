@@ -6,15 +6,18 @@ handled by the loop. Nothing is opened before the first membership but the liste
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
 from keepstep.arena.slots import Arena
 from keepstep.config import Config
+from keepstep.errors import ConfigError
 from keepstep.identity import Identity
 from keepstep.keeper import events as e
 from keepstep.keeper import words
@@ -31,6 +34,29 @@ from keepstep.types import Version
 
 log = logging.getLogger("keepstep.keeper")
 JOIN_S = 5.0
+SEAT = "peers.json"
+
+
+class _Seat(msgspec.Struct, frozen=True):
+    """Where this node's keeper is met, kept beside its sockets: the keeper that takes its place sits down there.
+
+    Peers were told once, at the beginning of the incarnation; two keepers that both came back somewhere
+    else would never find each other again.
+    """
+
+    instance: str
+    port: int
+
+    @classmethod
+    def read(cls, path: Path) -> _Seat | None:
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            path.write_bytes(msgspec.json.encode(self))
 
 
 class Network:
@@ -54,13 +80,27 @@ class Network:
         self._exchange: Exchange | None = None
         self._bringing: list[Bringing] = []
         self._secret = b""
-        me = Peer(identity.node_id, instance)
-        self.peers = TcpPeers(
-            me, identity.run_id, b"", replace(config.peers, address=config.peers.address or config.address),
-            on_message=self._message, on_link=self._link, serve=self.shelf.serve,
-        )  # fmt: skip
+        known = _Seat.read(identity.directory / SEAT)
+        self.peers = self._listen(known) if known is not None else self._listen(_Seat(instance, config.peers.port))
         address, port = self.peers.card_address()
-        self.card = NodeCard(identity.node_id, instance, address, port, config.failure_domain)
+        seat = _Seat(known.instance if known is not None else instance, port)
+        seat.write(identity.directory / SEAT)
+        self.card = NodeCard(identity.node_id, seat.instance, address, port, config.failure_domain)
+
+    def _listen(self, seat: _Seat) -> TcpPeers:
+        config = self._config
+        for port in (seat.port, config.peers.port):
+            try:
+                return TcpPeers(
+                    Peer(self._identity.node_id, seat.instance), self._identity.run_id, b"",
+                    replace(config.peers, address=config.peers.address or config.address, port=port),
+                    on_message=self._message, on_link=self._link, serve=self.shelf.serve,
+                )  # fmt: skip
+            except ConfigError:
+                if port == config.peers.port:
+                    raise
+                log.warning("the port of the keeper before this one is taken: peers must be told of another")
+        raise AssertionError("the loop returns or raises")
 
     # From the transport's threads
 

@@ -13,7 +13,7 @@ from keepstep.errors import Error
 from keepstep.keeper import events as e
 from keepstep.keeper.grants import Grants
 from keepstep.keeper.job import Job
-from keepstep.keeper.words import Exchange, Failure, Orders, RestoreOrder
+from keepstep.keeper.words import Audit, Exchange, Failure, Orders, RestoreOrder, ShareChunk
 from keepstep.protocol import ArenaNeed, Membership, NodeCard, Refused, Register
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.types import Incarnation, Version
@@ -170,7 +170,7 @@ class Node:
         # Protecting
         self.sets: dict[SetKey, ParitySet] = {}
         self.exchange: Exchange | None = None
-        self.shares: dict[Version, dict[str, bytes]] = {}
+        self.audit: tuple[Audit, tuple[ShareChunk, ...]] | None = None
 
     @property
     def retain(self) -> set[Version]:

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from keepstep.arena.header import ArenaHeader, Ledger
 from keepstep.arena.slots import Arena
 from keepstep.config import Config
@@ -33,6 +35,7 @@ from keepstep.keeper.core import Core
 from keepstep.keeper.lease import BACKLOG, Post
 from keepstep.keeper.network import Network
 from keepstep.keeper.node import Limits
+from keepstep.keeper.streams import find_streams
 from keepstep.protocol import (
     MAX_FDS,
     ArenaGiven,
@@ -42,6 +45,7 @@ from keepstep.protocol import (
     Hold,
     NodeCard,
     Refused,
+    RestoreFrom,
 )  # fmt: skip
 from keepstep.types import Status, Version
 
@@ -296,8 +300,15 @@ class Keeper:
                 self.core.progress[member.index] = member.register.progress
 
     def _do_send(self, effect: e.Send) -> None:
-        fds = [self.arenas[arena_id].segment.fd for arena_id in (effect.arena_id, *effect.more) if arena_id]
-        self.send(self.connections.get(effect.conn), effect.message, fds)
+        message, arena_ids = effect.message, [effect.arena_id] if effect.arena_id else []
+        if isinstance(message, RestoreFrom) and message.version is not None:
+            try:
+                streams, arena_ids = find_streams(self.arenas, message)
+                message = msgspec.structs.replace(message, streams=streams)
+            except (OSError, Error) as error:
+                message, arena_ids = Refused("RecoveryError", str(error), "", message.ticket), []
+        fds = [self.arenas[arena_id].segment.fd for arena_id in arena_ids]
+        self.send(self.connections.get(effect.conn), message, fds)
 
     def _do_grant(self, effect: e.WriteGrant) -> None:
         self.arenas[effect.arena_id].write_grant(effect.grant)
@@ -365,6 +376,7 @@ class Keeper:
             )  # fmt: skip
             self.network.check = self._check_slot
             self.core.card = self.network.card
+            self.core.report_number = time.time_ns() // 1_000_000  # more than any keeper before this one has counted
             for arena in self.arenas.values():
                 self.network.shelf.put(arena)
         return self.network
@@ -466,6 +478,7 @@ _EFFECTS: dict[type, Callable[[Keeper, Any], None]] = {
     e.GiveUpBringing: lambda keeper, effect: keeper.open_network().give_up_bringing(effect),
     e.StartExchange: lambda keeper, effect: keeper.open_network().start_exchange(effect),
     e.StopExchange: lambda keeper, effect: keeper.open_network().stop_exchange(effect),
+    e.ReadShares: lambda keeper, effect: keeper.work.read_shares(list(keeper.arenas.values()), effect),
     e.FreeParity: lambda keeper, effect: keeper.open_network().free_parity(effect),
 }
 

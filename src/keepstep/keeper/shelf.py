@@ -57,8 +57,7 @@ class Book:
     sealed: SealedSlot
     chunks: list[Chunk]
     table: bytes
-    streams: dict[tuple[str, int], int] | None = None
-    """(class, chunk of the stream) -> number in the table"""
+    _layout: layouts.Layout | None = None
 
     def body(self, number: int) -> Body:
         if not 0 <= number < len(self.chunks):
@@ -67,24 +66,39 @@ class Book:
         digest = self.table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         return Body.of_file(self.arena.segment.fd, span.offset, span.size_bytes, digest)
 
-    def find(self, class_id: str, chunk: int) -> int | None:
-        if self.streams is None:
-            self.streams = self._find_all()
-        return self.streams.get((class_id, chunk))
+    @property
+    def layout(self) -> layouts.Layout:
+        if self._layout is None:
+            trainer, span = self.sealed.trainer, self.arena.layout_span(self.slot)
+            encoded = self.arena.segment.read(span.offset, trainer.layout_bytes)
+            self._layout = layouts.decode(encoded, payload_bytes=trainer.payload_bytes)
+        return self._layout
 
-    def _find_all(self) -> dict[tuple[str, int], int]:
+    def find(self, class_id: str, chunk: int) -> int | None:
+        """The number in the table of a chunk of a stream, if it is here."""
+        return self.stored().get((class_id, chunk))
+
+    def stored(self, mode: str = "") -> dict[tuple[str, int], int]:
+        """(class, chunk of the stream) -> number in the table, of all classes or of those in one mode."""
         trainer = self.sealed.trainer
-        span = self.arena.layout_span(self.slot)
-        layout = layouts.decode(
-            self.arena.segment.read(span.offset, trainer.layout_bytes), payload_bytes=trainer.payload_bytes
-        )
-        first = next((i for i, chunk in enumerate(self.chunks) if chunk.region == SHARED), len(self.chunks))
+        if trainer.shared_offset >= trainer.payload_bytes:
+            return {}
+        first = next(i for i, chunk in enumerate(self.chunks) if chunk.region == SHARED)
         return {
             (stream.class_id, stored.chunk): first + (stored.offset - trainer.shared_offset) // layouts.CHUNK_BYTES
-            for stream in layout.streams
+            for stream in self.layout.streams
+            if mode in ("", stream.mode)
             for stored in stream.stored()
             if stored.chunk >= 0
         }
+
+
+def open_book(arena: Arena, slot: int) -> Book:
+    """Raises when the slot is not sealed."""
+    sealed = arena.sealed(slot)
+    if sealed is None:
+        raise IntegrityError(f"slot {slot} is not sealed any more")
+    return Book(arena, slot, sealed, chunk_spans(arena, slot, sealed.trainer), read_table(arena, slot))
 
 
 class Shelf:
@@ -188,8 +202,7 @@ class Shelf:
             for slot in range(arena.num_slots):
                 sealed = arena.sealed(slot)
                 if sealed is not None and sealed.version == version and sealed.trainer.rank == rank:
-                    chunks = chunk_spans(arena, slot, sealed.trainer)
-                    book = Book(arena, slot, sealed, chunks, read_table(arena, slot))
+                    book = open_book(arena, slot)
                     if len(self._books) >= MAX_BOOKS:
                         self._books.pop(next(iter(self._books)))
                     self._books[version, rank] = book

@@ -67,6 +67,7 @@ def sealed(node: Node, event: e.SlotSealed) -> bool:
         grant = node.grants.find(arena.local_index, event.slot)
         if grant is not None and grant.committed.get(arena.local_index) == event.version:
             grant.sealed.add(arena.local_index)
+            grant.shares[arena.local_index] = dict(event.shares)
         node.count("sealed_bytes", event.size_bytes)
     return True
 
@@ -180,7 +181,8 @@ def tell(node: Node, over: list[tuple[OpenGrant, Outcome]], before: Orders) -> N
             if outcome.version is not None:
                 node.said_last.append(e.Send(member.conn, Complete(outcome.version, final)))
             elif index in grant.committed:
-                voided = Voided(grant.committed[index], outcome.rank, outcome.reason)
+                diverged = list(outcome.diverged)
+                voided = Voided(grant.committed[index], outcome.rank, outcome.reason, diverged)
                 node.said_last.append(e.Send(member.conn, voided))
         node.count("complete_versions" if outcome.version is not None else "void_versions")
     protected = node.kept.protected

@@ -33,6 +33,24 @@ class Outcome(msgspec.Struct, frozen=True):
     version: Version | None
     rank: int = -1
     reason: str = ""
+    diverged: tuple[str, ...] = ()
+    """paths whose replicas are not the same: protected per rank from now on"""
+
+
+class Audit(msgspec.Struct, frozen=True):
+    """Replicas of this class differ: all nodes say what they hold of it, chunk by chunk."""
+
+    version: Version
+    class_id: str
+
+
+class ShareChunk(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk of a replica class on one node."""
+
+    chunk: int
+    rank: int
+    digest: bytes
+    paths: tuple[str, ...]
 
 
 class RestoreOrder(msgspec.Struct, frozen=True):
@@ -82,6 +100,7 @@ class Orders(msgspec.Struct, frozen=True, tag=True):
     every: int = 1
     group: GroupOrder | None = None
     restore: RestoreOrder | None = None
+    audit: Audit | None = None
     cards: tuple[NodeCard, ...] = ()
     """keepers that took the place of those the membership names, and where they are"""
     retain_seq: int = 0
@@ -110,6 +129,8 @@ class GrantSaid(msgspec.Struct, frozen=True):
     sealed: bool
     rank: int = -1
     reason: str = ""
+    shares: tuple[tuple[str, bytes], ...] = ()
+    """(class, digest) of replicated state, of all local ranks together: equal on all nodes, or one has diverged"""
     late: bool = False
     """its ranks captured different steps: the grant came too late for one of them"""
 
@@ -159,8 +180,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """grants that its ranks may be writing under"""
     placed: tuple[SetKey, ...] = ()
     exchange: Exchange | None = None
-    shares: tuple[tuple[Version, str, bytes], ...] = ()
-    """(version, class, digest) of replicated state: equal on all nodes, or a replica has diverged"""
+    audit: tuple[Audit, tuple[ShareChunk, ...]] | None = None
     damaged: tuple[Version, ...] = ()
     unreachable: tuple[str, ...] = ()
     finished: bool = False

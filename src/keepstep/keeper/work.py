@@ -14,7 +14,10 @@ from keepstep.arena.slots import Arena, SealedSlot, plan_header, total_bytes
 from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper import events as e
+from keepstep.keeper.audit import share_chunks, share_digests
 from keepstep.keeper.manifest import RankManifest
+from keepstep.keeper.shelf import open_book
+from keepstep.keeper.words import ShareChunk
 from keepstep.protocol import ArenaNeed
 from keepstep.types import Version
 
@@ -42,6 +45,20 @@ class Work:
 
     def create(self, effect: e.CreateArena, done: Callable[[Arena | Error], None]) -> None:
         self._pool.submit(lambda: done(self._create(effect)))
+
+    def read_shares(self, arenas: list[Arena], effect: e.ReadShares) -> None:
+        """What this node holds of a replica class, for the coordinator's comparison."""
+
+        def read() -> e.SharesRead:
+            found: list[ShareChunk] = []
+            for arena in arenas:
+                for slot in range(arena.num_slots):
+                    sealed = arena.sealed(slot)
+                    if sealed is not None and sealed.version == effect.audit.version:
+                        found += share_chunks(open_book(arena, slot), effect.audit.class_id)
+            return e.SharesRead(effect.audit, tuple(found))
+
+        self._pool.submit(lambda: self._answer(read()))
 
     def check(self, jobs: list[tuple[Arena, int]], done: Callable[[list[str]], None]) -> None:
         """Verify slots for `keepstep verify`: one problem text per job, empty when sound."""
@@ -72,7 +89,7 @@ class Work:
         trainer = sealed.trainer
         return e.SlotSealed(
             arena.arena_id, effect.slot, trainer.version, trainer.rank, trainer.world_size,
-            trainer.local_world_size, snapshot_bytes(trainer),
+            trainer.local_world_size, snapshot_bytes(trainer), shares=_shares(arena, effect.slot),
         )  # fmt: skip
 
     def _verify(self, arena: Arena, effect: e.VerifySlot) -> e.SlotVerified:
@@ -123,6 +140,13 @@ class Work:
             return error
         except Exception as error:
             return KeeperError(f"the arena could not be made: {error!r}")
+
+
+def _shares(arena: Arena, slot: int) -> tuple[tuple[str, bytes], ...]:
+    try:
+        return share_digests(open_book(arena, slot))
+    except (OSError, Error):  # written again meanwhile: whoever asks for the version finds out
+        return ()
 
 
 def _unsealed(arena: Arena, effect: e.SealSlot, version: Version) -> e.SlotSealed:

@@ -222,21 +222,20 @@ class Links:
     # --- the control thread ---------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        beat_s = self._traffic.config.dead_s / BEATS
+        look_s = self._traffic.config.dead_s / BEATS / 4
         try:
             while not self._closing:
-                for key, events in self._selector.select(self._nap_s(beat_s / 4)):
+                for key, events in self._selector.select(self._nap_s(look_s)):
                     if key.data is None:
                         os.eventfd_read(self._wake_fd)
                     elif events & selectors.EVENT_READ:
-                        self._hear(key.data)
+                        self._guard(key.data, self._hear)
                 if self._closing:
                     break
                 self._report()
-                now = time.monotonic()
                 for session in list(self._live.values()):
-                    self._tend(session, now, beat_s)
-                self._start_dials(now)
+                    self._guard(session, self._tend)
+                self._start_dials(time.monotonic())
         finally:
             self._shut_down()
 
@@ -263,15 +262,24 @@ class Links:
             elif kind == GOODBYE:
                 self.lose(session, "the peer closed its end")
 
-    def _tend(self, session: Session, now: float, beat_s: float) -> None:
+    def _guard(self, session: Session, work: Callable[[Session], None]) -> None:
+        """A fault of ours costs one link, not the thread that all of them live on."""
+        try:
+            work(session)
+        except Exception as error:
+            log.exception("the link to %s failed", session.peer.node_id)
+            self.lose(session, f"a fault here: {type(error).__name__}")
+
+    def _tend(self, session: Session) -> None:
         """Send what waits, say that we are here, and see whether the peer still is."""
         if session.why:
             return
+        now = time.monotonic()
         silent_s = now - session.heard_at
         if silent_s > self._traffic.config.dead_s:
             self.lose(session, f"silent for {silent_s:.1f} s")
             return
-        if now - session.spoke_at >= beat_s:
+        if now - session.spoke_at >= self._traffic.config.dead_s / BEATS:
             session.send(HEARTBEAT)
         try:
             session.flush()
@@ -303,7 +311,7 @@ class Links:
             self._selector.register(session.wire.sock, selectors.EVENT_READ, session)
             self._live[session.peer.node_id] = session
             self._tell(session, True, "connected" if session.dialled else "accepted")
-            self._hear(session)  # TLS may have read ahead
+            self._guard(session, self._hear)  # TLS may have read ahead
 
     def _close(self, session: Session) -> None:
         with self._lock:

@@ -4,8 +4,8 @@
     door.py      listening               links.py     the control thread            session.py  one link that is up
     streams.py   fetching                serving.py   giving                        rate.py   caps and counters
 
-Threads, all named keepstep-peer-*: `control`, `door`, one `greet-*` per connection that was accepted (it goes on to
-serve the connection if that is a stream), one `dial-*` per connection being made, one `fetch-*` per stream in use.
+Threads, all named keepstep-peer-*: `control`, `door`, one `greet-*` per connection that was accepted (it goes on as
+`serve-*` if that is a stream), one `dial-*` per connection being made, one `fetch-*` per stream in use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from keepstep.peers.session import Session
 from keepstep.peers.streams import Streams
 from keepstep.peers.tls import Tls, channel_binding
 from keepstep.peers.traffic import Traffic
-from keepstep.peers.wire import Wire, WireError, widen
+from keepstep.peers.wire import Wire, WireError
 
 log = logging.getLogger("keepstep")
 
@@ -82,7 +82,7 @@ class TcpPeers:
         self._crew = Crew()
         self._closed = False
         self._lock = threading.Lock()
-        self._making: dict[str, Wire] = {}
+        self._making: set[Wire] = set()
         """control connections that are being made, so that `close` need not wait for them"""
         self._tls = Tls.of(config)
         listener = listen_on(resolve_address(config.address, towards=towards), config.port)
@@ -156,7 +156,7 @@ class TcpPeers:
             if self._closed:
                 return
             self._closed = True
-            for wire in self._making.values():
+            for wire in self._making:
                 wire.shut()
         self._door.close()
         self._links.close()
@@ -173,26 +173,28 @@ class TcpPeers:
             self._links.dialled(peer, str(error))
 
     def _dial_control(self, peer: Peer) -> None:
+        made: list[Wire] = []
         complaint = "failed"
         try:
-            complaint = self._try_control(peer)
+            complaint = self._try_control(peer, made)
         except (WireError, AuthError) as error:
             complaint = str(error)
         finally:
             with self._lock:
-                self._making.pop(peer.node_id, None)
+                self._making.difference_update(made)
             self._links.dialled(peer, complaint)
 
-    def _being_made(self, node_id: str, wire: Wire) -> None:
+    def _being_made(self, made: list[Wire], wire: Wire) -> None:
+        made.append(wire)
         with self._lock:
-            self._making[node_id] = wire
+            self._making.add(wire)
             if self._closed:
                 wire.shut()
 
-    def _try_control(self, peer: Peer) -> str:
+    def _try_control(self, peer: Peer, made: list[Wire]) -> str:
         assert self._key is not None  # nobody dials before `admit`
         deadline = time.monotonic() + HANDSHAKE_S
-        wire = self._connect(peer, deadline, partial(self._being_made, peer.node_id))
+        wire = self._connect(peer, deadline, partial(self._being_made, made))
         kept = handed_over = False
         try:
             dialing = Dialing(wire, self._self, CONTROL, binding=channel_binding(wire), deadline=deadline)
@@ -245,7 +247,6 @@ class TcpPeers:
         deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
         wire = self._connect(peer, deadline, show)
         try:
-            widen(wire.sock)
             dialing = Dialing(wire, self._self, DATA, binding=channel_binding(wire), deadline=deadline)
             dialing.shake(session.key, peer, session.ident)
         except BaseException:
@@ -291,7 +292,7 @@ class TcpPeers:
         try:
             heard.rule(WELCOME)
             proved()
-            widen(wire.sock)
+            threading.current_thread().name = f"keepstep-peer-serve-{heard.peer.node_id}"
             Serving(heard.peer.node_id, self._serve, self._traffic, lambda: bool(session.why)).run(wire)
         finally:
             session.leave(wire)

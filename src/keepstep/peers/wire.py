@@ -16,11 +16,9 @@ import ssl
 import struct
 import threading
 import time
-from pathlib import Path
 
 from keepstep import faults
 
-BUFFER_BYTES = 4 << 20
 SHORTEST_S = 0.001
 TLS_PIECE_BYTES = 256 << 10
 
@@ -181,6 +179,7 @@ def _failed(error: OSError) -> WireError:
 
 
 def _tune(sock: socket.socket, timeout_s: float) -> None:
+    """Buffer sizes are left to the kernel: 1 and 4 MiB gained nothing here, and a fixed size ends its own tuning."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -188,11 +187,3 @@ def _tune(sock: socket.socket, timeout_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
-def widen(sock: socket.socket) -> None:
-    """Buffers for bulk, where the system allows them: a clamped size would be worse than the kernel's own tuning."""
-    for option, limit in ((socket.SO_RCVBUF, "rmem_max"), (socket.SO_SNDBUF, "wmem_max")):
-        with contextlib.suppress(OSError, ValueError):
-            if int(Path("/proc/sys/net/core", limit).read_text()) >= BUFFER_BYTES:
-                sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)

@@ -89,7 +89,8 @@ class Capture:
         self._queue: queue.Queue[Job | None] = queue.Queue(maxsize=1)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._random = random.Random()
-        self._next_samples: tuple[CopyPlan, int, Samples] | None = None
+        self._next_samples: dict[int, tuple[CopyPlan, int, Samples]] = {}
+        """chosen behind the capture before, by plan: a layout has one for each turn of its shares"""
         self.spent = Spent()
         self.current: Job | None = None
         self._thread = threading.Thread(target=self._run, name="keepstep-copy", daemon=True)
@@ -143,8 +144,8 @@ class Capture:
         if not self._config.fingerprint or not lazy:
             return None
         faults.point("capture.sample")
-        prepared, self._next_samples = self._next_samples, None
-        if prepared is not None and prepared[0] is plan and prepared[1] == len(lazy):
+        prepared = self._next_samples.pop(id(plan), None)
+        if prepared is not None and prepared[1] == len(lazy):
             samples = prepared[2]
         else:
             samples = Samples.choose(lazy, self._random)
@@ -326,8 +327,15 @@ class Capture:
         if unit is not None:
             self._violated(job, unit)
             return job.void
-        self._next_samples = (job.plan, len(job.lazy), Samples.choose(job.lazy, self._random))
+        self._prepare_samples(job)
         return job.void
+
+    def _prepare_samples(self, job: Job) -> None:
+        """Other windows for the next snapshot with this plan, while nobody waits."""
+        for key, (plan, _, _) in list(self._next_samples.items()):
+            if plan.history is not job.plan.history:
+                del self._next_samples[key]
+        self._next_samples[id(job.plan)] = (job.plan, len(job.lazy), Samples.choose(job.lazy, self._random))
 
     def _violated(self, job: Job, unit: Unit | Coded) -> None:
         names = [self._fence.watched[index].name for index in sorted(unit.owners)]
