@@ -33,12 +33,15 @@ class Known(msgspec.Struct, frozen=True):
     holds_state: bool = False
     has_secret: bool = False
     """whether this node reads the job's secret from a file"""
+    secret: bytes = b""
+    """what this node's keeper and its peers authenticate each other with already, where there is no file"""
 
     @classmethod
     def from_card(cls, card: CardIs, *, largest_number: int = 0, has_secret: bool = False) -> Known:
         return cls(
-            card.card, max(card.largest_number, largest_number), card.members_number, card.holds_state, has_secret
-        )
+            card.card, max(card.largest_number, largest_number), card.members_number, card.holds_state, has_secret,
+            b"" if has_secret else card.secret,
+        )  # fmt: skip
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -65,7 +68,13 @@ def seats(present: Sequence[str], last: Sequence[str]) -> list[str]:
 def agree(
     nodes: Sequence[Known], last: Sequence[NodeCard], *, nonce: int, secret: bytes, known_number: int = 0
 ) -> Agreement:
-    """`nodes` by rank. The secret is left out where all nodes have a file; a mixture is refused."""
+    """`nodes` by rank. The secret is left out where all nodes have a file; a mixture is refused.
+
+    A run keeps the secret that its keepers have: one that has no place in this round knows no other, and
+    may hold what is needed.
+    """
+    said = max((node for node in nodes if node.secret), key=lambda node: node.members_number, default=None)
+    secret = said.secret if said is not None else secret
     present = {node.card.node_id for node in nodes}
     number = 1 + max(known_number, *(node.largest_number for node in nodes))
     without = [node.card.node_id for node in nodes if not node.has_secret]

@@ -319,6 +319,58 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0
 
 
+class WantPlan(msgspec.Struct, frozen=True, tag=True):
+    """What would a restore do if these nodes were lost now? Only the keeper that coordinates the job can say."""
+
+    lost: list[str]
+    ticket: int = 0
+
+
+class PlannedPiece(msgspec.Struct, frozen=True):
+    """Where the ranks of one node would get their state."""
+
+    ranks: list[int]
+    node_id: str
+    """where they run now"""
+    source: str
+    reason: str
+
+
+class PlanIs(msgspec.Struct, frozen=True, tag=True):
+    """Grouped by node: a plan for thousands of ranks must fit into a frame."""
+
+    step: int | None
+    """of the version that would come back; None: none would"""
+    newest_step: int
+    """the newest that any rank has done"""
+    pieces: list[PlannedPiece]
+    reasons: list[str]
+    failure: str = ""
+    """why the state would be lost"""
+    ticket: int = 0
+
+
+class WantProcesses(msgspec.Struct, frozen=True, tag=True):
+    """The command line asks which processes make up this node (drill)."""
+
+    ticket: int = 0
+
+
+class ProcessesAre(msgspec.Struct, frozen=True, tag=True):
+    """Living ones only, watched by pidfd: a pid in here has not changed hands."""
+
+    launchers: list[int]
+    trainers: list[int]
+    ticket: int = 0
+
+
+class CutLinks(msgspec.Struct, frozen=True, tag=True):
+    """A drill: this keeper has no link to any peer for so long."""
+
+    seconds: float
+    ticket: int = 0
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     text: str = ""
     ticket: int = 0
@@ -329,6 +381,7 @@ Message = (
     | WantArena | ArenaGiven | Hold | Held | GiveBack
     | Adopted | Committed | Void | Complete | Protected | Voided | WantRestore | RestoreFrom | Loaded | Ending | Goodbye
     | WantStatus | StatusIs | WantVerify | Verified | WantArenas | Release | Done
+    | WantPlan | PlanIs | WantProcesses | ProcessesAre | CutLinks
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

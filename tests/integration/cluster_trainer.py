@@ -1,7 +1,8 @@
-"""A training script for LocalCluster: `cluster_trainer.py STEPS [SLEEP_S] [MEGABYTES] [plain]`. Not a test.
+"""A training script for LocalCluster: `cluster_trainer.py STEPS [SLEEP_S] [MEGABYTES] [plain | early]`. Not a test.
 
 Every rank has parameters of its own (as in FSDP) and the steps couple them, so that the last digest says whether
 every rank went through every step exactly once. `plain`: no keepstep, only steps, for tests of rounds.
+`early`: the Snapshotter is there before the process group.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from keepstep.testing.facts import tell, tell_restored
 
 
-def main(steps: int, sleep_s: float, megabytes: float, plain: bool) -> None:
+def main(steps: int, sleep_s: float, megabytes: float, *, plain: bool, early: bool) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if not early:
+        dist.init_process_group("gloo")
     torch.manual_seed(int(os.environ["RANK"]))
     count = max(64, int(megabytes * (1 << 20) / 4 / 3))  # AdamW keeps two more of each parameter
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(count))])
@@ -32,6 +34,9 @@ def main(steps: int, sleep_s: float, megabytes: float, plain: bool) -> None:
         import keepstep
 
         with keepstep.Snapshotter({"model": model, "optimizer": optimizer}) as snapshots:
+            if early:
+                dist.init_process_group("gloo")
+            os.environ.setdefault("KEEPSTEP_INCARNATION", f"{snapshots.status().incarnation}:0")  # for `tell`
             restored = snapshots.restore()
             tell_restored(restored)
             train(range(restored.step + 1 if restored else 0, steps), sleep_s, model, optimizer, snapshots)
@@ -56,6 +61,6 @@ def train(steps: range, sleep_s: float, model: Any, optimizer: torch.optim.Optim
 
 
 if __name__ == "__main__":
-    words = [word for word in sys.argv[1:] if word != "plain"]
+    words = [word for word in sys.argv[1:] if word not in ("plain", "early")]
     numbers = [float(word) for word in words] + [0.05, 1.0][len(words) - 1 :]
-    main(int(numbers[0]), numbers[1], numbers[2], "plain" in sys.argv)
+    main(int(numbers[0]), numbers[1], numbers[2], plain="plain" in sys.argv, early="early" in sys.argv)

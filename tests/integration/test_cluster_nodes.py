@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from keepstep.errors import ConfigError
 from keepstep.testing.cluster import LocalCluster, Node
+from keepstep.testing.network import Namespaces
 
 SCRIPT = Path(__file__).with_name("cluster_trainer.py")
 LONG = "100000"
@@ -51,8 +53,7 @@ def test_a_killed_keeper_disturbs_nobody_and_learns_who_its_peers_are() -> None:
         cluster.train(until=20)
         before = cluster.node(1).status().keeper
         cluster.node(1).kill_keeper()
-        done = max(fact["step"] for fact in cluster.facts if fact["event"] == "step")
-        cluster.wait_step(done + 60)
+        cluster.wait_step(cluster.step + 60)
         assert cluster.incarnation == 1
         after = cluster.node(1).status()
         assert after.keeper.instance != before.instance
@@ -89,7 +90,7 @@ def test_a_frozen_node_is_given_up_and_waits_as_a_spare_when_it_thaws() -> None:
         frozen.thaw()
         wait_until(log_has(frozen, "the job has gone on without this node"), cluster)
         wait_until(lambda: not frozen.trainers(), cluster)
-        cluster.wait_step(max(fact["step"] for fact in cluster.facts if fact["incarnation"] == 2) + 60)
+        cluster.wait_step(cluster.step + 60)
         assert cluster.incarnation == 2
 
 
@@ -105,3 +106,27 @@ def test_without_its_store_a_job_goes_on_until_it_needs_a_round() -> None:
             assert node.agent.wait(60) == 1, cluster.tails()
             assert "no quorum" in node.log.read_text()
             assert node.status().memory_bytes > 0, "the keeper holds the state"
+
+
+def test_a_node_that_is_cut_off_is_replaced_and_stops_by_itself() -> None:
+    network = Namespaces()
+    environ = {"KEEPSTEP_LAUNCH_STORE_S": "8"}
+    arguments = [LONG, "0.05", "1", "plain"]
+    with LocalCluster(
+        nodes=2, spares=1, script=SCRIPT, arguments=arguments, environ=environ, network=network
+    ) as cluster:
+        try:
+            cluster.train(until=20)
+        except ConfigError as error:
+            pytest.skip(str(error))
+        members = cluster.restored.nodes
+        alone = next(node for node in [*cluster.nodes, *cluster.spares] if node.node_id == members[1])
+        cluster.disturbed()
+        network.cut(alone.node_id)
+        restored = cluster.restored  # no connection was reset here either
+        assert restored.nodes[0] == members[0]
+        assert restored.nodes[1] != members[1]
+        network.mend(alone.node_id)
+        wait_until(lambda: not alone.trainers(), cluster)
+        cluster.wait_step(cluster.step + 60)
+        assert cluster.incarnation == 2

@@ -27,13 +27,16 @@ from keepstep.errors import Error
 from keepstep.identity import Identity
 from keepstep.keeper.runtime import Keeper
 from keepstep.layout import Layout, digest
+from keepstep.membership import with_own_card
 from keepstep.protocol import (
+    Adopted,
     ArenaGiven,
     ArenaNeed,
     CardIs,
     Committed,
     Complete,
     Done,
+    GiveBack,
     Goodbye,
     Hold,
     LauncherHello,
@@ -89,12 +92,27 @@ class PlainTrainer:
         self.arena: Arena | None = None
         self.incarnation = Incarnation(0, 0)
         self.restored: Version | None = None
+        self.said: Committed | None = None
 
     def register(self, incarnation: Incarnation) -> None:
         rank, world, index, local = self.place
         register = Register(rank, world, index, local, incarnation, "", 0, 1, self.slots, -1)
         answer, _ = self.client.request(register, Registered, timeout_s=DEADLINE_S)
         self.incarnation = answer.incarnation
+
+    def rejoin(self, node: Node) -> None:
+        """Its keeper died and another one has taken the memory over: go on with that one."""
+        self.client.close()
+        self.node = node
+        self.client = KeeperClient(node.identity, "trainer", on_push=self._pushed, on_lost=lambda: None)
+        rank, world, index, local = self.place
+        arena_id = self.arena.arena_id if self.arena is not None else ""
+        register = Register(
+            rank, world, index, local, self.incarnation, "", 0, 1, self.slots, self.progress, True, arena_id=arena_id
+        )
+        self.client.request(register, Registered, timeout_s=DEADLINE_S)
+        if self.said is not None:
+            self.client.post(self.said)
 
     def restore(self) -> RestoreFrom:
         """What the keeper gives back, checked byte for byte against what the rank had."""
@@ -150,7 +168,9 @@ class PlainTrainer:
         arena.segment.write(arena.values_span(slot).offset, values)
         arena.segment.write(arena.payload_span(slot).offset, payload)
         arena.write_trainer_header(slot, TrainerHeader(**{**vars(header), "state": h.COMMITTED}))
-        self.client.post(Committed(arena.arena_id, slot, version))
+        self.said = Committed(arena.arena_id, slot, version)
+        with contextlib.suppress(Error, OSError):  # said again when its keeper is back
+            self.client.post(self.said)
         return True
 
     def void(self, step: int, reason: str) -> None:
@@ -168,6 +188,8 @@ class PlainTrainer:
     def _pushed(self, message: object, fds: list[int]) -> None:
         for fd in fds:
             os.close(fd)
+        if isinstance(message, Complete | Voided) and self.said is not None and self.said.version == message.version:
+            self.said = None
         if isinstance(message, Complete):
             self.complete = message.version
         elif isinstance(message, Protected):
@@ -179,21 +201,33 @@ class PlainTrainer:
 class Node:
     """A keeper in a thread, and whoever plays its launcher."""
 
-    def __init__(self, run: Run, node_id: str) -> None:
+    def __init__(self, run: Run, node_id: str, held: dict[str, int] | None = None) -> None:
+        """`held`: memfds of this node that its launcher has kept; they are the node's from now on."""
         self.run, self.node_id = run, node_id
         self.identity = Identity(run.run_id, node_id, run.directory, True)
         self.keeper = Keeper(self.identity, run.config(node_id))
         self.thread = threading.Thread(target=self.keeper.run, name=f"keeper-{node_id}", daemon=True)
         self.thread.start()
-        self.fds: dict[str, int] = {}
+        self.fds: dict[str, int] = dict(held or {})
+        self.refused: dict[str, str] = {}
         self.launcher = KeeperClient(self.identity, "launcher", on_push=self._held, on_lost=lambda: None)
         self.trainers: list[PlainTrainer] = []
+        self.membership: Membership | None = None
+        if self.fds:
+            given = GiveBack(list(self.fds))
+            answer, _ = self.launcher.request(given, Adopted, timeout_s=DEADLINE_S, fds=list(self.fds.values()))
+            self.refused = answer.refused
+
+    def hello(self) -> None:
         self.launcher.request(LauncherHello(os.getpid()), Done, timeout_s=DEADLINE_S)
 
     def _held(self, message: object, fds: list[int]) -> None:
         if isinstance(message, Hold):
             for name, fd in zip(message.arena_ids, fds, strict=True):
-                self.fds[name] = fd
+                if name in self.fds:
+                    os.close(fd)
+                else:
+                    self.fds[name] = fd
             for name in message.forget:
                 if name in self.fds:
                     os.close(self.fds.pop(name))
@@ -206,6 +240,7 @@ class Node:
         return answer
 
     def told(self, membership: Membership) -> None:
+        self.membership = membership
         self.launcher.request(membership, Done, timeout_s=DEADLINE_S)
 
     def status(self) -> Status:
@@ -217,12 +252,20 @@ class Node:
         for trainer in self.trainers:
             trainer.leave()
         self.trainers = []
-        self.keeper.later(self.keeper.end, "killed by the test")
+        self.end_keeper()
+        while self.fds:
+            os.close(self.fds.popitem()[1])
+
+    def end_keeper(self) -> None:
+        """The keeper is gone; its trainers, and whoever holds its memory, are not."""
+        self.end()
         self.thread.join(DEADLINE_S)
         assert not self.thread.is_alive()
         self.launcher.close()
-        while self.fds:
-            os.close(self.fds.popitem()[1])
+
+    def end(self) -> None:
+        if self.thread.is_alive() and not self.keeper.ending:
+            self.keeper.later(self.keeper.end, "killed by the test")
 
 
 class Run:
@@ -230,7 +273,7 @@ class Run:
 
     def __init__(
         self, directory: Path, *, losses: int = 1, group_size: int = 8, size_bytes: int = 1000, slots: int = 2,
-        local: int = 1, parity: dict[str, float] | None = None,
+        local: int = 1, parity: dict[str, float] | None = None, peers: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         self.directory, self.losses, self.group_size = directory, losses, group_size
         self.size_bytes, self.slots, self.local = size_bytes, slots, local
@@ -240,18 +283,34 @@ class Run:
         self.order: list[str] = []
         self.number = 0
         self.parity = parity or {}
+        self.peers = {"dead_s": 1.0, "timeout_s": 5.0, "streams": 1} | (peers or {})
 
     def config(self, node_id: str) -> Config:
         return Config(
             run_id=self.run_id, node_id=node_id, runtime_dir=str(self.directory),
-            parity=ParityConfig(losses=self.losses, group_size=self.group_size, **self.parity),
-            peers=PeersConfig(address="127.0.0.1", dead_s=1.0, timeout_s=5.0, streams=1),
+            parity=ParityConfig(losses=self.losses, group_size=self.group_size, **self.parity),  # type: ignore[arg-type]
+            peers=PeersConfig(address="127.0.0.1", **self.peers),  # type: ignore[arg-type]
             keeper=KeeperConfig(lease_s=60.0),
         )  # fmt: skip
 
     def add(self, *node_ids: str) -> None:
         for node_id in node_ids:
             self.nodes[node_id] = Node(self, node_id)
+            self.nodes[node_id].hello()
+
+    def revive(self, node_id: str) -> Node:
+        """The node's keeper dies and another one takes its memory and its trainers over, in mid-training."""
+        before = self.nodes[node_id]
+        before.end_keeper()
+        held, before.fds = before.fds, {}
+        after = self.nodes[node_id] = Node(self, node_id, held)
+        if before.membership is not None:
+            after.told(with_own_card(before.membership, after.card().card))
+        after.hello()
+        after.trainers, before.trainers = before.trainers, []
+        for trainer in after.trainers:
+            trainer.rejoin(after)
+        return after
 
     def sizes(self, rank: int) -> int:
         return self.size_bytes + 317 * rank
@@ -350,8 +409,9 @@ class Run:
 
     def close(self) -> None:
         for node in self.nodes.values():
-            if node.thread.is_alive():
-                node.kill()
+            node.end()
+        for node in self.nodes.values():
+            node.kill()
 
 
 @contextlib.contextmanager

@@ -25,15 +25,14 @@ from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.keeper import events as e
 from keepstep.keeper import manifest as manifests
 from keepstep.keeper.manifest import MAX_MANIFEST_BYTES, NodeManifest, RankManifest, TableChunk
+from keepstep.keeper.reach import Reach
+from keepstep.keeper.rebuilding import Lost, Stripes, ask
 from keepstep.keeper.rows import Row, Rows, Source, SourceFailedError, StoppedError, fetch_bytes
-from keepstep.keeper.shelf import DATA, MANIFEST, META, PARITY, STREAM, Wanted
+from keepstep.keeper.shelf import DATA, MANIFEST, META, STREAM, Wanted
 from keepstep.keeper.words import Failure
 from keepstep.layout import CHUNK_BYTES
-from keepstep.parity.code import Code
 from keepstep.parity.held import Meta
-from keepstep.parity.placement import Placement
-from keepstep.peers.base import Peers
-from keepstep.recovery.plan import Piece, Rebuild
+from keepstep.recovery.plan import Piece
 
 log = logging.getLogger("keepstep.keeper")
 
@@ -48,7 +47,7 @@ class Bringing:
         effect: e.BringIn,
         *,
         node_id: str,
-        peers: Peers,
+        peers: Reach,
         arena: Arena | None,
         make: MakeArena,
         window_bytes: int,
@@ -151,7 +150,7 @@ class Bringing:
         if piece.rebuild is None:
             rows.run(self._fetched(piece, manifest.coded), write.as_fetched)
         else:
-            rows.run(self._rebuilt(piece.rebuild, found, manifest), _Decoder(piece.rebuild, write).finish)
+            self._rebuild(rows, Stripes(piece.rebuild, found), manifest, write)
         rows.run(self._shared(piece, manifest, trainer), write.as_fetched)
         if self._stopped.is_set():
             raise StoppedError
@@ -163,42 +162,29 @@ class Bringing:
             source = Source(piece.node_id, request, chunk.size_bytes, chunk.digest, 0, piece.rank)
             yield Row([source], chunk)
 
-    def _rebuilt(self, rebuild: Rebuild, found: list[NodeManifest], manifest: RankManifest) -> Iterator[Row]:
-        placement = Placement(len(rebuild.ranks), rebuild.losses)
-        own = {(rank, chunk.at): number for number, (rank, chunk) in enumerate(found[rebuild.position].coded)}
-        for chunk in manifest.coded:
-            number = own[manifest.rank, chunk.at]
-            stripe, row = placement.where(rebuild.position, number)
-            sources, zeros = self._survivors(rebuild, placement, found, stripe, row)
-            yield Row(sources, (chunk, placement.source_index(rebuild.position, stripe), zeros))
+    def _rebuild(self, rows: Rows, stripes: Stripes, manifest: RankManifest, write: _Writer) -> None:
+        """Let the group decode; what a helper cannot do is decoded here."""
+        numbers = [stripes.number_of(manifest.rank, chunk) for chunk in manifest.coded]
+        done: set[int] = set()
 
-    def _survivors(
-        self, rebuild: Rebuild, placement: Placement, found: list[NodeManifest], stripe: int, row: int
-    ) -> tuple[list[Source], list[int]]:
-        """k pieces of a stripe: the data that is left (some beyond its node's end: zeros), then parity."""
-        sources: list[Source] = []
-        zeros: list[int] = []
-        longest = 0
-        for index, position in enumerate(placement.sources(stripe)):
-            chunk = placement.chunk_of(position, stripe, row)
-            if chunk >= len(found[position].coded):
-                zeros.append(index)
-                continue
-            rank, piece = found[position].coded[chunk]
-            longest = max(longest, piece.size_bytes)
-            node_id = rebuild.data[position][rebuild.ranks[position].index(rank)]
-            if "" in rebuild.data[position] or not node_id:
-                continue
-            request = Wanted(DATA, rebuild.key.version, rank, piece.at).encode()
-            sources.append(Source(node_id, request, piece.size_bytes, piece.digest, index, rank))
-        for code_row, holder in enumerate(placement.parity_holders(stripe)):
-            if len(sources) + len(zeros) < placement.k and rebuild.parity[holder]:
-                request = Wanted(PARITY, key=rebuild.key, stripe=stripe, row=row).encode()
-                sources.append(Source(rebuild.parity[holder], request, longest, None, placement.k + code_row, -1))
-        if len(sources) + len(zeros) < placement.k:
-            left = len(sources) + len(zeros)
-            raise KeeperError(f"stripe {stripe} has {left} of the {placement.k} pieces that are needed")
-        return sources, zeros
+        def finish(row: Row) -> None:
+            write.as_fetched(row)
+            done.add(row.purpose.at)
+
+        try:
+            rows.run((ask(stripes, number) for number in numbers), finish)
+            return
+        except SourceFailedError as failed:
+            log.info("a helper failed, rebuilding here", extra={"reason": str(failed)})
+        out = memoryview(bytearray(CHUNK_BYTES))
+
+        def decode(row: Row) -> None:
+            lost: Lost = row.purpose
+            stripes.decode(lost, row.buffers, out[: lost.chunk.size_bytes])
+            write.put(lost.chunk, out[: lost.chunk.size_bytes])
+
+        left = (stripes.lost(n) for n, c in zip(numbers, manifest.coded, strict=True) if c.at not in done)
+        rows.run((Row(lost.sources, lost) for lost in left), decode)
 
     def _shared(self, piece: Piece, manifest: RankManifest, trainer: TrainerHeader) -> Iterator[Row]:
         shared = [chunk for chunk in manifest.chunks if chunk.region == SHARED]
@@ -227,28 +213,6 @@ class _Writer:
 
     def put(self, chunk: TableChunk, data: memoryview) -> None:
         self._arena.segment.write_from(self._chunks[chunk.at].span.offset, data)
-
-
-class _Decoder:
-    """Rebuilds the missing chunk of each row."""
-
-    def __init__(self, rebuild: Rebuild, write: _Writer) -> None:
-        n, m = len(rebuild.ranks), rebuild.losses
-        self._code = Code(n - m, m)
-        self._write = write
-        self._out = memoryview(bytearray(CHUNK_BYTES))
-
-    def finish(self, row: Row) -> None:
-        chunk, erased, zeros = row.purpose
-        available: dict[int, memoryview | None] = {
-            source.index: buffer for source, buffer in zip(row.sources, row.buffers, strict=True)
-        }
-        available.update(dict.fromkeys(zeros))
-        out = self._out[: chunk.size_bytes]
-        self._code.rebuild(erased, available, out)
-        if xxhash.xxh3_128_digest(out) != chunk.digest:
-            raise IntegrityError(f"chunk {chunk.index} of the {chunk.region} does not match its checksum when rebuilt")
-        self._write.put(chunk, out)
 
 
 def _of_rank(manifest: NodeManifest, rank: int) -> RankManifest:

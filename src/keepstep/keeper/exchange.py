@@ -19,13 +19,13 @@ from keepstep.errors import Error
 from keepstep.keeper import events as e
 from keepstep.keeper import manifest as manifests
 from keepstep.keeper.manifest import MAX_MANIFEST_BYTES, NodeManifest
+from keepstep.keeper.reach import Reach
 from keepstep.keeper.rows import Row, Rows, Source, SourceFailedError, StoppedError, fetch_bytes
 from keepstep.keeper.shelf import CHECK, DATA, MANIFEST, Shelf, Wanted
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import Code
 from keepstep.parity.held import HeldParity, Meta, size_needed
 from keepstep.parity.placement import Placement
-from keepstep.peers.base import Peers
 from keepstep.recovery.inventory import ParitySet
 
 SAY_S = 0.2
@@ -84,7 +84,7 @@ class Exchange:
         run_id: str,
         node_id: str,
         shelf: Shelf,
-        peers: Peers,
+        peers: Reach,
         pool: Pool,
         window_bytes: int,
         timeout_s: float,

@@ -17,6 +17,7 @@ from keepstep.identity import start_time
 from keepstep.keeper import events as e
 from keepstep.keeper import work
 from keepstep.keeper.control import Connection
+from keepstep.keeper.forecast import forecast
 from keepstep.keeper.network import adopt_parity
 from keepstep.keeper.node import SEALED
 from keepstep.parity.held import is_parity
@@ -25,6 +26,7 @@ from keepstep.protocol import (
     PROTOCOL,
     Adopted,
     Committed,
+    CutLinks,
     Done,
     FrameError,
     GiveBack,
@@ -35,6 +37,7 @@ from keepstep.protocol import (
     LauncherHello,
     Loaded,
     Membership,
+    ProcessesAre,
     Refused,
     Register,
     Release,
@@ -45,6 +48,8 @@ from keepstep.protocol import (
     WantArena,
     WantArenas,
     WantCard,
+    WantPlan,
+    WantProcesses,
     WantRestore,
     WantStatus,
     WantVerify,
@@ -55,6 +60,7 @@ if TYPE_CHECKING:
     from keepstep.keeper.runtime import Keeper
 
 log = logging.getLogger("keepstep.keeper")
+MAX_CUT_S = 600.0
 
 
 def receive(keeper: Keeper, connection: Connection, message: Any, fds: list[int]) -> None:
@@ -240,6 +246,30 @@ def _members_set(keeper: Keeper, connection: Connection, membership: Membership,
     keeper.send(connection, Done(ticket=membership.ticket))
 
 
+def _plan_wanted(keeper: Keeper, connection: Connection, wanted: WantPlan, fds: list[int]) -> None:
+    try:
+        keeper.send(connection, msgspec.structs.replace(forecast(keeper.core, wanted.lost), ticket=wanted.ticket))
+    except Error as error:
+        keeper.send(connection, Refused(type(error).__name__, error.message, error.hint, wanted.ticket))
+
+
+def _processes_wanted(keeper: Keeper, connection: Connection, wanted: WantProcesses, fds: list[int]) -> None:
+    core = keeper.core
+    trainers = {member.pid for member in core.members.values() if member.alive} | set(core.strangers)
+    keeper.send(connection, ProcessesAre(sorted(core.launchers), sorted(trainers - {0}), wanted.ticket))
+
+
+def _links_cut(keeper: Keeper, connection: Connection, cut: CutLinks, fds: list[int]) -> None:
+    if not 0 < cut.seconds <= MAX_CUT_S:
+        raise FrameError(f"links are cut for up to {MAX_CUT_S:g} s, not for {cut.seconds:g}")
+    if keeper.network is None:
+        text = "this keeper has no peers"
+        keeper.send(connection, Refused("KeeperError", text, "drill a job of several nodes", cut.ticket))
+        return
+    keeper.network.cut(cut.seconds)
+    keeper.send(connection, Done(ticket=cut.ticket))
+
+
 _RECEIVE: dict[type, Callable[[Keeper, Connection, Any, list[int]], None]] = {
     Register: _registers,
     LauncherHello: _launcher,
@@ -252,6 +282,9 @@ _RECEIVE: dict[type, Callable[[Keeper, Connection, Any, list[int]], None]] = {
     Release: _release,
     WantCard: _card_wanted,
     Membership: _members_set,
+    WantPlan: _plan_wanted,
+    WantProcesses: _processes_wanted,
+    CutLinks: _links_cut,
     Committed: _to_core(lambda c, m: e.SnapshotCommitted(c.number, m.arena_id, m.slot, m.version)),
     Void: _to_core(lambda c, m: e.GrantVoid(c.number, m.version, m.reason)),
     WantRestore: _to_core(lambda c, m: e.RestoreWanted(c.number, m.ticket)),

@@ -24,6 +24,8 @@ from keepstep.keeper import words
 from keepstep.keeper.bringing import Bringing
 from keepstep.keeper.exchange import Exchange, Pool
 from keepstep.keeper.manifest import RankManifest
+from keepstep.keeper.reach import Reach
+from keepstep.keeper.rebuilding import Helper
 from keepstep.keeper.shelf import Shelf
 from keepstep.parity.held import HeldParity
 from keepstep.peers.base import Peer
@@ -83,6 +85,8 @@ class Network:
         known = _Seat.read(identity.directory / SEAT)
         self.peers = self._listen(known) if known is not None else self._listen(_Seat(instance, config.peers.port))
         address, port = self.peers.card_address()
+        self._reach = Reach(identity.node_id, self.shelf, self.peers)
+        self.shelf.rebuilt = Helper(self._reach, timeout_s=config.peers.timeout_s).serve
         seat = _Seat(known.instance if known is not None else instance, port)
         seat.write(identity.directory / SEAT)
         self.card = NodeCard(identity.node_id, seat.instance, address, port, config.failure_domain)
@@ -137,7 +141,7 @@ class Network:
 
     def start_exchange(self, effect: e.StartExchange) -> None:
         self._exchange = Exchange(
-            effect, run_id=self._identity.run_id, node_id=self._identity.node_id, shelf=self.shelf, peers=self.peers,
+            effect, run_id=self._identity.run_id, node_id=self._identity.node_id, shelf=self.shelf, peers=self._reach,
             pool=self._pool, window_bytes=self._config.peers.window_bytes, timeout_s=self._config.peers.timeout_s,
             placed=lambda event, held: self._later(self._placed, event, held),
             say=lambda event: self._later(self._handle, event),
@@ -174,7 +178,7 @@ class Network:
         self._bringing = [one for one in self._bringing if one.plan == effect.plan]
         self._bringing.append(
             Bringing(
-                effect, node_id=self._identity.node_id, peers=self.peers, arena=arena,
+                effect, node_id=self._identity.node_id, peers=self._reach, arena=arena,
                 make=lambda manifest: make(effect, manifest), window_bytes=self._config.peers.window_bytes,
                 timeout_s=self._config.peers.timeout_s,
                 done=lambda event, made: self._later(done, event, made),

@@ -14,13 +14,33 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from keepstep.keeper.reach import Reach
 from keepstep.layout import CHUNK_BYTES
-from keepstep.peers.base import Fetched, FetchError, Peers
+from keepstep.peers.base import Fetched, FetchError
 
 MAX_DEPTH = 16
 RETRY_S = 0.2
 # A peer that lives and sends what does not match, or refuses, is asked again this often.
 TRIES = 3
+# A peer that nothing has come from for this long, and that cannot be reached, is given up by whoever is not patient.
+# Long enough for a link that is being made, short enough that a dead node does not hold a recovery up.
+LOST_S = 2.0
+LOOK_S = 0.25
+
+
+class Fetcher(Protocol):
+    """As much of `Peers` as bytes need."""
+
+    def fetch(
+        self,
+        node_id: str,
+        request: bytes,
+        into: memoryview | None,
+        *,
+        size_bytes: int,
+        expect: bytes | None,
+        timeout_s: float,
+    ) -> Future[Fetched]: ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +54,8 @@ class Source:
     index: int = 0
     """its place in the code"""
     rank: int = -1
+    instead: tuple[str, ...] = ()
+    """nodes that have the same bytes, when this one does not answer"""
 
 
 @dataclass
@@ -58,16 +80,35 @@ class StoppedError(Exception):
     """The work was given up from outside."""
 
 
+class _Patience:
+    """When to stop asking one peer for one thing."""
+
+    def __init__(self, *, patient: bool) -> None:
+        self._patient = patient
+        self._tries = 0
+        self._lost_since = 0.0
+
+    def over(self, error: FetchError, heard_at: float) -> bool:
+        """After one more failure; `heard_at`: when something last came from that peer, for this or another request."""
+        if not error.lost:
+            self._tries += 1
+            return self._tries >= TRIES
+        now = time.monotonic()
+        self._lost_since = self._lost_since or now
+        return not self._patient and now - max(self._lost_since, heard_at) >= LOST_S
+
+
 class Rows:
     """Fetches rows in order; `finish` is called for each when all its chunks are here, on the caller's thread."""
 
     def __init__(
-        self, peers: Peers, *, window_bytes: int, timeout_s: float, stopped: threading.Event, patient: bool
+        self, peers: Fetcher, *, window_bytes: int, timeout_s: float, stopped: threading.Event, patient: bool
     ) -> None:
         """`patient`: a peer that cannot be reached is asked again until somebody stops it."""
         self._peers, self._timeout_s, self._stopped, self._patient = peers, timeout_s, stopped, patient
         self._window = window_bytes
         self._free: list[bytearray] = []
+        self._heard_at: dict[str, float] = {}
         self.moved_bytes = 0
 
     def run(self, rows: Iterable[Row], finish: Callable[[Row], None]) -> None:
@@ -81,8 +122,8 @@ class Rows:
                     if row is None:
                         done = True
                         break
-                    self._start(row)
                     waiting.append(row)
+                    self._start(row)
                 if not waiting:
                     return
                 row = waiting[0]
@@ -110,19 +151,26 @@ class Rows:
             row.futures.append(self._ask(source, view))
 
     def _ask(self, source: Source, view: memoryview) -> Future[Fetched]:
-        return self._peers.fetch(
+        future = self._peers.fetch(
             source.node_id, source.request, view, size_bytes=source.size_bytes, expect=source.expect,
             timeout_s=self._timeout_s,
         )  # fmt: skip
+        future.add_done_callback(lambda ended: self._note(source.node_id, ended))
+        return future
+
+    def _note(self, node_id: str, ended: Future[Fetched]) -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            self._heard_at[node_id] = time.monotonic()
 
     def _finish(self, row: Row) -> None:
-        for at, source in enumerate(row.sources):
-            tries = 0
+        for at in range(len(row.sources)):
+            patience = _Patience(patient=self._patient)
             while True:
                 if self._stopped.is_set():
                     raise StoppedError
+                source = row.sources[at]
                 try:
-                    row.futures[at].result(timeout=0.25)
+                    row.futures[at].result(timeout=LOOK_S)
                     self.moved_bytes += source.size_bytes
                     break
                 except TimeoutError:
@@ -131,11 +179,15 @@ class Rows:
                 except CancelledError:
                     raise StoppedError from None
                 except FetchError as error:
-                    tries += not (error.lost and self._patient)
-                    if tries >= TRIES:
-                        raise SourceFailedError(source, error) from error
-                    self._stopped.wait(RETRY_S)
-                    row.futures[at] = self._ask(source, row.buffers[at])
+                    if patience.over(error, self._heard_at.get(source.node_id, 0.0)):
+                        if not source.instead:
+                            raise SourceFailedError(source, error) from error
+                        first, *others = source.instead
+                        row.sources[at] = replace(source, node_id=first, instead=tuple(others))
+                        patience = _Patience(patient=self._patient)
+                    else:
+                        self._stopped.wait(RETRY_S)
+                    row.futures[at] = self._ask(row.sources[at], row.buffers[at])
 
     def _recycle(self, row: Row) -> None:
         for view in row.buffers:
@@ -154,23 +206,32 @@ def _wait(future: Future[Fetched]) -> None:
 
 
 def fetch_bytes(
-    peers: Peers, node_id: str, request: bytes, *, most_bytes: int, timeout_s: float, stopped: threading.Event
+    peers: Fetcher,
+    node_id: str,
+    request: bytes,
+    *,
+    most_bytes: int,
+    timeout_s: float,
+    stopped: threading.Event,
+    patient: bool,
 ) -> bytes:
-    """A body of unknown size, at most so long. Asked again until stopped when the peer cannot be reached."""
-    tries = 0
+    """A body of unknown size, at most so long. Patient: asked again until stopped when the peer cannot be reached."""
+    patience = _Patience(patient=patient)
     while True:
-        if stopped.is_set():
-            raise StoppedError
         future = peers.fetch(node_id, request, None, size_bytes=most_bytes, expect=None, timeout_s=timeout_s)
         try:
-            found = future.result(timeout=timeout_s + 5)
-            return found.data or b""
+            while True:
+                if stopped.is_set():
+                    future.cancel()
+                    raise StoppedError
+                try:
+                    return future.result(timeout=LOOK_S).data or b""
+                except TimeoutError:
+                    if future.done():
+                        raise
         except CancelledError:
             raise StoppedError from None
         except FetchError as error:
-            tries += 1
-            if not error.lost and tries >= TRIES:
-                raise SourceFailedError(Source(node_id, request, 0, None), error) from error
-            if error.lost and tries >= 50:
+            if patience.over(error, 0.0):
                 raise SourceFailedError(Source(node_id, request, 0, None), error) from error
             stopped.wait(RETRY_S)

@@ -21,10 +21,12 @@ from keepstep.parity.held import META as META_AT
 from keepstep.parity.held import HeldParity
 from keepstep.peers.base import Body, Refusal
 from keepstep.recovery.inventory import SetKey
+from keepstep.recovery.plan import Rebuild
 from keepstep.types import Version
 
 MAX_BOOKS = 64
-MANIFEST, DATA, PARITY, META, STREAM, CHECK = "manifest", "data", "parity", "meta", "stream", "check"
+MANIFEST, DATA, PARITY, META = "manifest", "data", "parity", "meta"
+STREAM, CHECK, REBUILT = "stream", "check", "rebuilt"
 
 
 class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -39,6 +41,7 @@ class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
     stripe: int = -1
     row: int = -1
     class_id: str = ""
+    rebuild: Rebuild | None = None
 
     def encode(self) -> bytes:
         return _encoder.encode(self)
@@ -137,10 +140,22 @@ class Shelf:
         except (msgspec.DecodeError, ValueError) as error:
             raise Refusal(f"not a request: {error}") from error
         try:
+            if wanted.kind == REBUILT:
+                return self.rebuilt(wanted)
             with self._lock:
                 return self._serve(wanted)
         except (OSError, Error) as error:
             raise Refusal(str(error)) from error
+
+    rebuilt: Callable[[Wanted], Body] = staticmethod(lambda wanted: _cannot_rebuild())
+    """set by the network: decodes a chunk that a peer has lost"""
+
+    def meta(self, key: SetKey) -> bytes:
+        """The group and its manifests, as they are kept beside the parity."""
+        with self._lock:
+            held = self._held(key)
+            assert held.header is not None
+            return held.segment.read(META_AT, held.header.meta_bytes)
 
     def _serve(self, wanted: Wanted) -> Body:
         if wanted.kind == META and wanted.key is not None:
@@ -220,3 +235,7 @@ class Shelf:
                 if number is not None:
                     return book.body(number)
         raise Refusal(f"{self._node_id} does not hold chunk {chunk} of class {class_id[:8]} at {version}")
+
+
+def _cannot_rebuild() -> Body:
+    raise Refusal("this keeper has no network")

@@ -32,14 +32,9 @@ class Crew:
                     self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name=f"keepstep-peer-{name}", daemon=True)
-        with self._lock:
-            self._threads.add(thread)
-        try:
+        with self._lock:  # `join` must not find one that has not begun, and `run` ends by taking the lock
             thread.start()
-        except BaseException:
-            with self._lock:
-                self._threads.discard(thread)
-            raise
+            self._threads.add(thread)
 
     def join(self, timeout_s: float = JOIN_S) -> list[str]:
         """Wait for everybody but the caller. Names of those that are still there."""

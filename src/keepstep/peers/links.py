@@ -1,7 +1,7 @@
 """Which peers there are, and the one control connection to each. One thread reads, writes, beats and decides.
 
 Invariants:
-- at most one session per peer, of the instance we were told of;
+- at most one session per peer: of the instance we were told of, or of a newer one that has proved itself (a guest);
 - both sides may dial; the one with the smaller node id decides which connection is kept, and keeps the one it has;
 - a session ends by silence (`dead_s`), by its connection, by `meet`, or by `close`; its streams end with it;
 - callbacks are called by this thread only: down before up, messages in between.
@@ -13,6 +13,7 @@ else for silent.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import selectors
@@ -37,6 +38,8 @@ GIVE_WAY_S = 0.3
 """head start of the side whose connection would be kept"""
 MAX_DIALS = 32
 """connections that are being made at once"""
+MAX_GUESTS = 64
+"""authenticated peers that `meet` has not named"""
 BEATS = 4
 """heartbeats within `dead_s`"""
 
@@ -85,7 +88,10 @@ class Links:
         wanted = {peer.node_id: peer for peer in peers if peer.node_id != self._node_id}
         with self._lock:
             for node_id, known in list(self._known.items()):
-                if wanted.get(node_id) != known.peer:
+                said = wanted.get(node_id)
+                if said is not None and not known.peer.address and said.instance == known.peer.instance:
+                    known.peer = said  # a guest, and now we know where it lives
+                if said != known.peer:
                     why = "replaced by another instance or address" if node_id in wanted else "no longer a peer"
                     self._part(known, why)
                     del self._known[node_id]
@@ -137,17 +143,23 @@ class Links:
         """Whether a connection from that peer would be welcome now."""
         with self._lock:
             known = self._known.get(peer.node_id)
-            if known is None or known.peer.instance != peer.instance or self._closing:
+            if self._closing:
                 return STRANGER
+            if known is None or known.peer.instance != peer.instance:
+                return WELCOME if self._has_room(peer) else STRANGER
             return NOT_NOW if known.session is not None and self._decides(peer.node_id) else WELCOME
 
     def adopt(self, session: Session) -> bool:
         """Make it the link to its peer, unless we decide and have one. Nothing is sent on it before `ready`."""
         node_id = session.peer.node_id
         with self._lock:
-            known = self._known.get(node_id)
-            if known is None or known.peer.instance != session.peer.instance or self._closing:
+            if self._closing:
                 return False
+            known = self._known.get(node_id)
+            if known is None or known.peer.instance != session.peer.instance:
+                if not self._has_room(session.peer):
+                    return False
+                known = self._take_in(session.peer)
             if known.session is not None:
                 if self._decides(node_id):
                     return False
@@ -157,6 +169,19 @@ class Links:
             self._traffic.counters.add("reconnects", int(known.met))
             known.met = True
         return True
+
+    def _has_room(self, peer: Peer) -> bool:
+        guests = sum(not known.peer.address for known in self._known.values())
+        return peer.node_id != self._node_id and guests < MAX_GUESTS
+
+    def _take_in(self, peer: Peer) -> _Known:
+        """It has proved that it is of this run, and nobody has told us of it: it took another keeper's place, or it
+        looks for what we hold of an incarnation before. It may ask; we know no address to dial."""
+        before = self._known.get(peer.node_id)
+        if before is not None:
+            self._part(before, "another instance took its place")
+        self._known[peer.node_id] = known = _Known(Peer(peer.node_id, peer.instance), math.inf)
+        return known
 
     def ready(self, session: Session) -> bool:
         """The handshake is through: the connection is the control thread's now. False: it has ended, close it."""
@@ -174,6 +199,8 @@ class Links:
             if known is not None and known.session is session:
                 known.dial_at = self._next_dial(session.peer.node_id, FIRST_RETRY_S)
                 self._part(known, why)
+                if not known.peer.address:
+                    del self._known[session.peer.node_id]
         # Otherwise what replaced it, or `meet`, has put it on the list already.
         self.wake()
 

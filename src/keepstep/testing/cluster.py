@@ -195,11 +195,14 @@ class LocalCluster:
         min_nodes: int = 0,
         environ: Mapping[str, str] | None = None,
         network: Network | None = None,
+        backend: str = "keepstep",
     ) -> None:
+        """`backend`: torchrun's; with its own (c10d) scripts must put KEEPSTEP_INCARNATION into their environment."""
         self.size, self.trainers, self._min_nodes = nodes, trainers, min_nodes or nodes
         self._script, self._arguments, self._num_spares = Path(script).resolve(), list(arguments), spares
         self._extra = dict(environ or {})
         self.network: Network = network or Loopback()
+        self._backend = backend
         self.mark = uuid.uuid4().hex
         self.run_id = f"cluster-{self.mark[:8]}"
         # Short: a unix socket path has 107 bytes.
@@ -257,6 +260,12 @@ class LocalCluster:
     def incarnation(self) -> int:
         """The newest that a trainer spoke from, 0 before the first."""
         return max((int(fact["incarnation"]) for fact in self.facts), default=0)
+
+    @property
+    def step(self) -> int:
+        """The last step that every rank of the newest incarnation has done, -1 before the first."""
+        told = self._newest("step")
+        return min(int(fact["step"]) for fact in told) if told else -1
 
     @property
     def restored(self) -> RestoredRecord:
@@ -346,7 +355,7 @@ class LocalCluster:
     def agent_command(self, address: str) -> list[str]:
         sizes = str(self.size) if self._min_nodes == self.size else f"{self._min_nodes}:{self.size}"
         return [
-            sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=keepstep", f"--rdzv-id={self.run_id}",
+            sys.executable, "-m", "torch.distributed.run", f"--rdzv-backend={self._backend}", f"--rdzv-id={self.run_id}",
             f"--nnodes={sizes}", f"--nproc-per-node={self.trainers}", "--max-restarts=100",
             f"--rdzv-endpoint={self._endpoint}", "--rdzv-conf=is_host=0", f"--local-addr={address}",
             str(self._script), *self._arguments,
@@ -383,7 +392,7 @@ class LocalCluster:
             if ended or time.monotonic() > deadline:
                 why = f"{ended[0].node_id} ended with an error" if ended else f"{timeout_s:g} s were not enough"
                 raise AssertionError(f"waited for {what}: {why}\n{self.tails()}")
-            time.sleep(0.02)
+            time.sleep(0.05)
 
 
 def _parent(pid: int) -> int:

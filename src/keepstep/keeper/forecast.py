@@ -1,0 +1,122 @@
+"""What a restore would do if some nodes were lost now: the planner of `recovery`, fed with what would be left. Pure.
+
+While the job serves, nodes report what they do and not what they hold. What they hold follows from the orders:
+every node has the snapshots of its ranks for each version that is retained, less what it calls damaged, and the
+parity sets that it reports as placed. Of sets from before the last restart only those of the coordinator's own
+group are known here; the forecast may then say "lost" where a restore would still find a way, never the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from keepstep.errors import KeeperError
+from keepstep.keeper import job as jobs
+from keepstep.keeper.job import Job
+from keepstep.keeper.node import Node
+from keepstep.keeper.words import Report
+from keepstep.protocol import PlanIs, PlannedPiece
+from keepstep.recovery.inventory import Holding, Inventory, ParitySet
+from keepstep.recovery.plan import OWN, PEER, Piece, Plan, plan
+
+MAX_LOST = 4096
+
+
+def forecast(node: Node, lost: Sequence[str]) -> PlanIs:
+    """Raises KeeperError where this keeper cannot know, or a name means no node."""
+    job = _coordinated(node)
+    reports = {node_id: view.report for node_id, view in job.views.items() if view.report is not None}
+    _check_names(lost, reports)
+    away = [n for n in reports if n not in lost and n != node.card.node_id and not node.links.get(n)]
+    left = {node_id: report for node_id, report in reports.items() if node_id not in lost and node_id not in away}
+    newest = max(report.progress for report in reports.values())
+    if not left:
+        return PlanIs(None, newest, [], [], "no node would be left that holds anything of this run")
+    inventories = {node_id: _inventory(node, job, reports, report) for node_id, report in left.items()}
+    homes = {rank: node_id for node_id, report in left.items() for rank in report.ranks}
+    made = plan(inventories, homes, away)
+    reasons = list(made.reasons)
+    if away:
+        reasons.insert(0, f"the keepers of {', '.join(away)} cannot be reached now: counted as lost too")
+    if made.version is None:
+        failure = made.failure or "no version is complete yet: the run would begin again"
+        return PlanIs(None, newest, [], reasons, failure)
+    return PlanIs(made.version.step, newest, list(_pieces(made, reports)), reasons)
+
+
+def _coordinated(node: Node) -> Job:
+    membership = node.membership
+    if node.job is None and membership is not None and membership.nodes[0].node_id != node.card.node_id:
+        other = membership.nodes[0].node_id
+        raise KeeperError(
+            f"the keeper of node {other!r} coordinates this run, only it can say",
+            hint=f"keepstep plan --node-id {other}, on the machine of that node",
+        )
+    if node.job is None or node.job.state != jobs.SERVING:
+        raise KeeperError("the job is not training yet: nothing can be planned", hint="keepstep status --watch")
+    return node.job
+
+
+def _check_names(lost: Sequence[str], known: Mapping[str, Report]) -> None:
+    unknown = [node_id for node_id in lost[:MAX_LOST] if node_id not in known]
+    if unknown:
+        raise KeeperError(
+            f"this run has no node {', '.join(map(repr, unknown))}", hint=f"its nodes are {', '.join(known)}"
+        )
+
+
+# What would be left
+
+
+def _inventory(node: Node, job: Job, reports: Mapping[str, Report], report: Report) -> Inventory:
+    orders = job.orders
+    held = sorted(orders.retain - set(report.damaged))
+    holdings = tuple(
+        Holding(version, rank, report.world_size, index, len(report.ranks), "", 0, 0)
+        for version in held
+        for index, rank in enumerate(report.ranks)
+    )
+    sets = tuple(one for one in _sets(node, job, reports, report.node_id) if one.key in report.placed)
+    return Inventory(holdings, orders.complete, (), sets, orders.protected)
+
+
+def _sets(node: Node, job: Job, reports: Mapping[str, Report], node_id: str) -> Iterator[ParitySet]:
+    """The parity sets that this node may hold: of its group now, and of the coordinator's group before."""
+    group = job.groups.get(node_id)
+    for key in reports[node_id].placed:
+        before = node.sets.get(key)
+        if key.incarnation != job.incarnation and before is not None and node_id in before.members:
+            position = before.members.index(node_id)
+            yield ParitySet(key, before.losses, position, before.members, before.ranks, before.world_size)
+        elif key.incarnation == job.incarnation and group is not None and set(group.members) <= reports.keys():
+            ranks = tuple(reports[member].ranks for member in group.members)
+            world_size = reports[node_id].world_size
+            yield ParitySet(key, group.losses, group.members.index(node_id), group.members, ranks, world_size)
+
+
+# How it is told
+
+
+def _pieces(made: Plan, reports: Mapping[str, Report]) -> Iterator[PlannedPiece]:
+    by_rank = {piece.rank: piece for piece in made.pieces}
+    for node_id, report in reports.items():
+        found: dict[tuple[str, str], list[int]] = {}
+        for rank in report.ranks:
+            if piece := by_rank.get(rank):
+                found.setdefault((piece.source, _reason(piece, node_id)), []).append(rank)
+        for (source, reason), ranks in found.items():
+            yield PlannedPiece(ranks, node_id, source, reason)
+
+
+def _reason(piece: Piece, node_id: str) -> str:
+    if piece.source == OWN:
+        return "held on the node itself"
+    if piece.source == PEER or piece.rebuild is None:
+        return f"{piece.node_id} holds it"
+    rebuild = piece.rebuild
+    data = sorted({source for nodes in rebuild.data for source in nodes if source})
+    parity = sorted({source for source in rebuild.parity if source})
+    return (
+        f"rebuilt in the place of {node_id} from the snapshots of {', '.join(data)} "
+        f"and the parity of {', '.join(parity)}; its group of {len(rebuild.ranks)} may lose {rebuild.losses}"
+    )

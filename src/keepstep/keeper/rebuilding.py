@@ -1,0 +1,145 @@
+"""One lost chunk from k others: which ones, from where, and the decoding. Checked against the lost node's checksum.
+
+The node that needs the chunk asks a holder of the stripe's parity for it; that one has a piece already,
+fetches the others and decodes. So the work and the traffic of a rebuild are spread over the group, and the
+newcomer receives each byte once instead of k times. Where the helper fails the newcomer decodes itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from keepstep.errors import IntegrityError, KeeperError
+from keepstep.keeper import manifest as manifests
+from keepstep.keeper.manifest import NodeManifest, TableChunk
+from keepstep.keeper.reach import Reach
+from keepstep.keeper.rows import Row, Rows, Source, SourceFailedError, StoppedError
+from keepstep.keeper.shelf import DATA, PARITY, REBUILT, Wanted
+from keepstep.layout import CHUNK_BYTES
+from keepstep.parity.code import Code
+from keepstep.parity.held import Meta
+from keepstep.parity.placement import Placement
+from keepstep.peers.base import Body, Refusal
+from keepstep.recovery.inventory import SetKey
+from keepstep.recovery.plan import Rebuild
+
+MAX_METAS = 4
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A chunk that nobody holds any more, and what it is rebuilt from."""
+
+    chunk: TableChunk
+    erased: int
+    """its index in the code"""
+    sources: list[Source]
+    zeros: list[int]
+    """indexes that are zero: beyond the end of what their node had"""
+
+
+class Stripes:
+    """A group as a plan found it: what is left of each stripe."""
+
+    def __init__(self, rebuild: Rebuild, found: list[NodeManifest]) -> None:
+        self.rebuild, self.found = rebuild, found
+        self.placement = Placement(len(rebuild.ranks), rebuild.losses)
+        self._own = {(rank, c.at): number for number, (rank, c) in enumerate(found[rebuild.position].coded)}
+
+    def number_of(self, rank: int, chunk: TableChunk) -> int:
+        """Which chunk of the lost node it is."""
+        return self._own[rank, chunk.at]
+
+    def lost(self, number: int) -> Lost:
+        """How chunk `number` of the lost node comes back: data that is left first, then parity."""
+        rebuild, placement = self.rebuild, self.placement
+        _, wanted = self.found[rebuild.position].coded[number]
+        stripe, row = placement.where(rebuild.position, number)
+        sources: list[Source] = []
+        zeros: list[int] = []
+        longest = 0
+        for index, position in enumerate(placement.sources(stripe)):
+            chunk = placement.chunk_of(position, stripe, row)
+            if chunk >= len(self.found[position].coded):
+                zeros.append(index)
+                continue
+            rank, piece = self.found[position].coded[chunk]
+            longest = max(longest, piece.size_bytes)
+            if "" in rebuild.data[position]:
+                continue
+            node_id = rebuild.data[position][rebuild.ranks[position].index(rank)]
+            request = Wanted(DATA, rebuild.key.version, rank, piece.at).encode()
+            sources.append(Source(node_id, request, piece.size_bytes, piece.digest, index, rank))
+        for code_row, holder in enumerate(placement.parity_holders(stripe)):
+            if len(sources) + len(zeros) < placement.k and rebuild.parity[holder]:
+                request = Wanted(PARITY, key=rebuild.key, stripe=stripe, row=row).encode()
+                sources.append(Source(rebuild.parity[holder], request, longest, None, placement.k + code_row, -1))
+        if len(sources) + len(zeros) < placement.k:
+            left = len(sources) + len(zeros)
+            raise KeeperError(f"stripe {stripe} has {left} of the {placement.k} pieces that are needed")
+        return Lost(wanted, placement.source_index(rebuild.position, stripe), sources, zeros)
+
+    def helper(self, number: int) -> str:
+        """Who decodes it: a holder of its parity, in turn."""
+        stripe, row = self.placement.where(self.rebuild.position, number)
+        holders = [self.rebuild.parity[p] for p in self.placement.parity_holders(stripe) if self.rebuild.parity[p]]
+        return holders[row % len(holders)]
+
+    def decode(self, lost: Lost, buffers: list[memoryview], out: memoryview) -> None:
+        """Fill `out` with the lost chunk. Raises IntegrityError when what comes out is not what was lost."""
+        available: dict[int, memoryview | None] = {
+            source.index: buffer for source, buffer in zip(lost.sources, buffers, strict=True)
+        }
+        available.update(dict.fromkeys(lost.zeros))
+        Code(self.placement.k, self.placement.m).rebuild(lost.erased, available, out)
+        if xxhash.xxh3_128_digest(out) != lost.chunk.digest:
+            chunk = lost.chunk
+            raise IntegrityError(f"chunk {chunk.index} of the {chunk.region} does not match its checksum when rebuilt")
+
+
+class Helper:
+    """Decodes for a peer, on the thread of its stream."""
+
+    def __init__(self, reach: Reach, *, timeout_s: float) -> None:
+        self._reach, self._timeout_s = reach, timeout_s
+        self._lock = threading.Lock()
+        self._metas: OrderedDict[SetKey, list[NodeManifest]] = OrderedDict()
+        self._never = threading.Event()
+
+    def serve(self, wanted: Wanted) -> Body:
+        rebuild = wanted.rebuild
+        if rebuild is None:
+            raise Refusal("rebuilt from what?")
+        try:
+            stripes = Stripes(rebuild, self._manifests(rebuild.key))
+            lost = stripes.lost(wanted.chunk)
+            rows = Rows(
+                self._reach, window_bytes=CHUNK_BYTES, timeout_s=self._timeout_s, stopped=self._never, patient=False
+            )
+            out = memoryview(bytearray(lost.chunk.size_bytes))
+            rows.run([Row(lost.sources, None)], lambda row: stripes.decode(lost, row.buffers, out))
+        except (SourceFailedError, StoppedError, IndexError, KeyError, ValueError) as error:
+            raise Refusal(f"cannot be rebuilt here: {error}") from error
+        return Body(lost.chunk.size_bytes, lost.chunk.digest, data=out)
+
+    def _manifests(self, key: SetKey) -> list[NodeManifest]:
+        """Of the whole group, as they were kept beside the parity."""
+        with self._lock:
+            if key not in self._metas:
+                meta = msgspec.msgpack.decode(self._reach.shelf.meta(key), type=Meta)
+                self._metas[key] = [manifests.decode(one) for one in meta.manifests]
+                while len(self._metas) > MAX_METAS:
+                    self._metas.popitem(last=False)
+            return self._metas[key]
+
+
+def ask(stripes: Stripes, number: int) -> Row:
+    """The row that asks the helper for a lost chunk."""
+    rank, chunk = stripes.found[stripes.rebuild.position].coded[number]
+    request = Wanted(REBUILT, chunk=number, rebuild=stripes.rebuild).encode()
+    return Row([Source(stripes.helper(number), request, chunk.size_bytes, chunk.digest, 0, rank)], chunk)
