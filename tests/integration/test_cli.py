@@ -33,11 +33,13 @@ from keepstep.arena.header import Progress, TrainerHeader
 from keepstep.arena.slots import Arena
 from keepstep.cli import checks, doctor, verify
 from keepstep.cli.client import Borrowed, fetch_status, read_status
-from keepstep.cli.drill import REGIONS, choose_target
+from keepstep.cli.drills.bits import REGIONS, choose_target
 from keepstep.cli.inspect import ArenaView, EntriesView, Inspection, SlotView
 from keepstep.cli.main import COMMANDS, main
+from keepstep.cli.plan import Forecast
 from keepstep.cli.release import Released
-from keepstep.cli.status import RunStatus, headline, unprotected
+from keepstep.cli.cost import headline, unprotected
+from keepstep.cli.status import RunStatus
 from keepstep.client import KeeperClient
 from keepstep.config import Config, resolve
 from keepstep.errors import KeeperError
@@ -53,6 +55,7 @@ from keepstep.protocol import (
     Held,
     Hold,
     Loaded,
+    PlannedPiece,
     Register,
     Registered,
     RestoreFrom,
@@ -62,7 +65,7 @@ from keepstep.protocol import (
     WantRestore,
 )
 from keepstep.spawn import start_keeper
-from keepstep.types import KeeperStatus, RankStatus, SlotStatus, Status, Version
+from keepstep.types import KeeperStatus, PeerStatus, RankStatus, SlotStatus, Status, Version
 
 WAIT_S = 20.0
 NODE = "node-a"
@@ -161,11 +164,17 @@ def act_as_trainer(rank: int, world_size: int) -> None:
     calls: dict[str, Callable[..., None]] = {
         "join": trainer.join, "take": trainer.take, "progress": trainer.progress, "train": trainer.train,
         "finish": lambda: trainer.link.post(Goodbye(True)),
+        "spawn": lambda: _spawn_child(),
     }  # fmt: skip
     for line in sys.stdin:
         name, *numbers = line.split()
         calls[name](*map(int, numbers))
         print("done", flush=True)
+
+
+def _spawn_child() -> None:
+    """As a data loader has: a process that only its parent knows."""
+    subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
 def _eventually(find: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
@@ -379,7 +388,7 @@ def test_every_command_and_option_is_in_the_documentation() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [Status, KeeperStatus, RankStatus, SlotStatus, RunStatus, Inspection, ArenaView, SlotView, EntriesView,
+    [Status, KeeperStatus, RankStatus, SlotStatus, PeerStatus, Forecast, PlannedPiece, RunStatus, Inspection, ArenaView, SlotView, EntriesView,
      verify.Verification, verify.Verdict, doctor.Report, checks.Finding],
 )  # fmt: skip
 def test_every_field_of_the_json_is_in_the_documentation(kind: type[msgspec.Struct]) -> None:
@@ -394,7 +403,8 @@ def test_every_field_of_the_json_is_in_the_documentation(kind: type[msgspec.Stru
 @pytest.mark.parametrize(
     "command",
     [["status"], ["status", "--all"], ["inspect"], ["verify"], ["release"], ["drill", "kill-trainer", "--yes"],
-     ["drill", "kill-keeper", "--yes"], ["drill", "flip-bits", "--yes"]],
+     ["drill", "kill-keeper", "--yes"], ["drill", "flip-bits", "--yes"], ["drill", "kill-node", "--yes"],
+     ["drill", "freeze-peer", "--yes"], ["drill", "cut-link", "--yes"], ["plan", "--lost", "node-b"]],
 )  # fmt: skip
 def test_without_a_keeper_every_command_says_so(node: Node, command: list[str]) -> None:
     assert_error(node.cli(*command), "no keeper")
@@ -820,7 +830,7 @@ def test_kill_trainer_can_kill_all_of_a_node(node: Node) -> None:
 def test_a_drill_asks_first(node: Node) -> None:
     job = node.job()
     job.do("take", 0)
-    for drill in (["kill-trainer"], ["kill-keeper"], ["flip-bits"]):
+    for drill in (["kill-trainer"], ["kill-keeper"], ["kill-node", "--force"], ["flip-bits"]):
         declined = node.cli("drill", *drill, given="n\n")
         assert declined.returncode == 1
         assert "nothing was done" in declined.stderr
@@ -850,6 +860,34 @@ def test_kill_keeper_kills_the_keeper_only(node: Node) -> None:
 def test_kill_keeper_warns_when_nobody_else_holds_the_memory(node: Node) -> None:
     node.keeper()
     assert "NOBODY ELSE HOLDS THE MEMORY" in node.cli("drill", "kill-keeper", given="n\n").stdout
+
+
+def test_kill_node_is_refused_while_nothing_of_it_would_be_left(node: Node) -> None:
+    job = node.job()
+    job.do("take", 0)
+    done = node.cli("drill", "kill-node", "--yes")
+    assert_error(done, "a disaster", "no version is protected", "--force")
+    assert job.processes[0].poll() is None
+
+
+def test_kill_node_kills_trainers_their_children_and_the_keeper(node: Node) -> None:
+    job = node.job(world_size=2)
+    job.do("take", 0)
+    job.do("spawn")
+    child = _eventually(lambda: Path(f"/proc/{job.pids[0]}/task/{job.pids[0]}/children").read_text().split())
+    pid = node.json("status")["keeper"]["pid"]
+    done = node.cli("drill", "kill-node", "--yes", "--force")
+    assert done.returncode == 0, done.stderr
+    assert "killed all 5 processes of node node-a" in done.stdout  # keeper, two trainers, a child of each
+    assert [process.wait(WAIT_S) for process in job.processes] == [-signal.SIGKILL] * 2
+    assert is_gone(pid)
+    assert is_gone(int(child[0]))
+
+
+def test_outages_need_a_group(node: Node) -> None:
+    node.job().do("take", 0)
+    for drill in ("freeze-peer", "cut-link"):
+        assert_error(node.cli("drill", drill, "--yes", "--seconds", "1"), "no peers")
 
 
 # keeper

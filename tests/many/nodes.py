@@ -138,7 +138,7 @@ class PlainTrainer:
 
     def get_ready(self) -> None:
         need = ArenaNeed(len(LAYOUT), 64, self.size_bytes)
-        given, fds = self.client.request(WantArena(need, self.slots), ArenaGiven, timeout_s=DEADLINE_S)
+        _, fds = self.client.request(WantArena(need, self.slots), ArenaGiven, timeout_s=DEADLINE_S)
         identity = self.node.identity
         self.arena = Arena.adopt(fds[0], run_id=identity.run_id, node_id=identity.node_id)
 
@@ -273,10 +273,10 @@ class Run:
 
     def __init__(
         self, directory: Path, *, losses: int = 1, group_size: int = 8, size_bytes: int = 1000, slots: int = 2,
-        local: int = 1, parity: dict[str, float] | None = None, peers: dict[str, float] | None = None,
+        local: int = 1, growth: int = 317, parity: dict[str, float] | None = None, peers: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         self.directory, self.losses, self.group_size = directory, losses, group_size
-        self.size_bytes, self.slots, self.local = size_bytes, slots, local
+        self.size_bytes, self.slots, self.local, self.growth = size_bytes, slots, local, growth
         self.run_id = f"run-{secrets.token_hex(4)}"
         self.secret = secrets.token_bytes(32)
         self.nodes: dict[str, Node] = {}
@@ -313,7 +313,7 @@ class Run:
         return after
 
     def sizes(self, rank: int) -> int:
-        return self.size_bytes + 317 * rank
+        return self.size_bytes + self.growth * rank
 
     def begin(self, order: list[str], former: list[NodeCard] | None = None) -> Incarnation:
         """Start an incarnation on these nodes, in this order; trainers register but do not restore yet."""

@@ -117,6 +117,20 @@ def choose_run(config: Config) -> Identity:
     raise _no_run(config, dead=meant)
 
 
+def choose_coordinator(config: Config) -> Identity:
+    """The node whose keeper coordinates the run, where that lives on this machine too; else any node of the run.
+
+    The keeper that is asked refuses when it does not coordinate, and names the node that does.
+    """
+    living = [run for run in find_meant(config) if run.alive]
+    of_one_run = len({run.identity.run_id for run in living}) == 1
+    chosen = living[0].identity if of_one_run else choose_run(config)
+    coordinator = fetch_status(chosen).coordinator
+    everywhere = find_runs(config)
+    found = [run.identity for run in everywhere if run.alive and run.identity.run_id == chosen.run_id]
+    return next((identity for identity in found if identity.node_id == coordinator), chosen)
+
+
 def _no_run(config: Config, *, dead: list[Run]) -> KeeperError:
     if dead:
         return KeeperError(

@@ -13,26 +13,30 @@ from types import MappingProxyType
 from typing import Protocol, cast
 
 from keepstep._version import VERSION
+from keepstep.cli.signals import TerminatedError
 from keepstep.errors import Error
 
 COMMANDS = MappingProxyType(
     {
         "run": "start a job: torchrun with a keeper on the node; takes torchrun's own arguments",
         "keeper": "run this node's keeper in the foreground (systemd, sidecar, DaemonSet)",
-        "status": "a line per rank: what is held, how old it is, what a crash would cost now",
+        "store": "serve the rendezvous store of a job of several nodes, on a machine that does not fail with it",
+        "status": "what a death would cost now; the group, and a line per rank: what is held, how old it is",
+        "plan": "what a restore would do if these nodes were lost now: --lost NODE",
         "inspect": "what the shared memory holds: arenas, slots, versions, tensors",
         "verify": "check every sealed snapshot against its checksums",
         "release": "give the state of a run up and end its keeper",
         "doctor": "before a run: memory, limits, versions, settings",
-        "drill": "break something on purpose: kill-trainer, kill-keeper, flip-bits",
-        "demo": "the whole story on this machine: train, kill, restore, compare",
+        "drill": "break something on purpose: kill-trainer, kill-keeper, kill-node, freeze-peer, cut-link, flip-bits",
+        "demo": "the whole story, four nodes on this machine: train, kill, restore, compare",
     }
 )
 PASSED_THROUGH = frozenset({"run"})
 """Commands whose arguments belong to another program, options included."""
 INTERRUPTED = 130
 READER_GONE = 141
-"""What a shell shows for programs that end by SIGINT and by SIGPIPE."""
+TERMINATED = 143
+"""What a shell shows for programs that end by SIGINT, SIGPIPE and SIGTERM."""
 
 
 class Command(Protocol):
@@ -57,6 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
         # `keepstep status | head -1`: the interpreter flushes once more at its end, into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
+    except TerminatedError:
+        return TERMINATED
     except KeyboardInterrupt:
         return INTERRUPTED
     return code

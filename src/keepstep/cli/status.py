@@ -1,4 +1,4 @@
-"""`keepstep status`: a line per rank, and one sentence on what a crash would cost right now.
+"""`keepstep status`: one sentence on what a death would cost right now (see cost.py), the group, a line per rank.
 
 `--json` prints `keepstep.types.Status` (docs/cli.md names every field). Exit code 0: everything is protected;
 3: something is not; 1: no keeper answers.
@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keepstep.cli.client import Run, add_choice, choose_run, fetch_status, find_runs, settings
+from keepstep.cli.cost import away_from, headline, newest_done, of_crash, unprotected
 from keepstep.cli.tables import count, format_bytes, format_seconds, format_step, make_table, open_console
 from keepstep.config import Config
 from keepstep.errors import Error, KeeperError
@@ -91,68 +92,10 @@ def _read_one(run: Run) -> RunStatus:
     return RunStatus(identity.run_id, identity.node_id, run.card.pid, run.alive, error, status)
 
 
-# What it means
-
-
-def unprotected(status: Status) -> list[str]:
-    """Why this run is not fully protected, as sentences; empty when it is."""
-    said = any("no version is complete" in problem for problem in status.problems)
-    found = ["no version is complete"] if status.step is None and not said else []
-    dead = [str(rank.rank) for rank in status.ranks if not rank.alive]
-    if dead:
-        found.append(f"no trainer lives for rank {', '.join(dead)}")
-    if status.exposed:
-        found.append("fewer losses are covered than the settings ask for")
-    return [*found, *status.problems]
-
-
 def exit_code(found: Status | list[RunStatus]) -> int:
     if isinstance(found, Status):
         return UNPROTECTED if unprotected(found) else 0
     return UNPROTECTED if any(run.status is None or unprotected(run.status) for run in found) else 0
-
-
-def headline(status: Status) -> str:
-    """What a crash of the trainers would cost right now."""
-    if not status.ranks:
-        return "No trainer has come yet: nothing is held."
-    if not any(rank.alive for rank in status.ranks):
-        return _headline_of_dead(status)
-    progress = max((rank.progress for rank in status.ranks if rank.progress is not None), default=-1)
-    if corrupt := _corrupt(status):
-        step, ranks = corrupt
-        return f"A crash of the trainers now would go back beyond step {step}: it is corrupt on rank {ranks}."
-    if status.step is None:
-        lost = f"all steps up to {progress}" if progress >= 0 else "the start of the run"
-        return f"A crash of the trainers now would cost {lost}: no version is complete yet."
-    lost_steps = max(0, progress - status.step)
-    if lost_steps == 0:
-        return f"A crash of the trainers now would cost no finished step: step {status.step} is complete."
-    steps = count(lost_steps, "step")
-    return f"A crash of the trainers now would cost {steps}: {progress} is done, {status.step} is complete."
-
-
-def _corrupt(status: Status) -> tuple[int, str] | None:
-    """A step newer than what is held that has failed its check, and the ranks where it did."""
-    damaged = [
-        (slot.step, rank.rank)
-        for rank in status.ranks
-        for slot in rank.slots
-        if slot.state == "corrupt" and slot.step is not None and (status.step is None or slot.step > status.step)
-    ]
-    if not damaged:
-        return None
-    newest = max(step for step, _ in damaged)
-    return newest, ", ".join(str(rank) for step, rank in damaged if step == newest)
-
-
-def _headline_of_dead(status: Status) -> str:
-    held = "nothing is held" if status.step is None else f"step {status.step} is held"
-    if corrupt := _corrupt(status):
-        held += f" (step {corrupt[0]} is corrupt on rank {corrupt[1]})"
-    if status.keeper.lease_left_s is not None:
-        return f"No trainer and no launcher lives; {held} for another {status.keeper.lease_left_s:.0f} s."
-    return f"No trainer lives; {held} until the launcher starts them again."
 
 
 # How it looks
@@ -163,11 +106,36 @@ def render(found: Status | list[RunStatus]) -> RenderableType:
 
 
 def _render_one(status: Status) -> Group:
-    lines = [Text(headline(status), style="bold yellow" if exit_code(status) else "bold green"), _about(status)]
+    lines = [Text(headline(status), style="bold yellow" if exit_code(status) else "bold green")]
+    if status.num_nodes > 1 and any(rank.alive for rank in status.ranks):
+        lines.append(Text(of_crash(status)))
+    lines.append(_about(status))
+    if status.num_nodes > 1:
+        lines += [_watermarks(status), _peers(status)]
     notes = [Text(f"problem: {problem}", style="red") for problem in unprotected(status)]
     if status.memory_bytes and not status.keeper.holders:
         notes.append(Text("note: only the keeper holds the memory; its death would lose it", style="yellow"))
     return Group(*lines, Text(), _ranks(status), *notes)
+
+
+def _watermarks(status: Status) -> Text:
+    """The steps in the order in which a snapshot passes them, and what moves it on."""
+    parts = [f"done {format_step(newest_done(status))}", f"complete {format_step(status.step)}"]
+    if status.target_step is not None:
+        parts.append(f"being protected {status.target_step}")
+    lag = "" if status.lag_steps is None else f" (lag {count(status.lag_steps, 'step')})"
+    parts.append(f"protected {format_step(status.protected_step)}{lag}")
+    parts.append(f"losses covered {status.losses_covered}{', EXPOSED' if status.exposed else ''}")
+    parts.append(f"exchange {format_bytes(round(status.exchange_bytes_s))}/s in")
+    parts.append(f"parity {format_bytes(status.parity_bytes)}")
+    return Text(" · ".join(parts))
+
+
+def _peers(status: Status) -> Text:
+    names = [peer.node_id + ("" if peer.up else " (away)") for peer in status.group]
+    group = f"group {', '.join(names)}" if names else "no group"
+    parts = [f"{count(status.num_nodes, 'node')}, coordinated by {status.coordinator}", group]
+    return Text(" · ".join(parts), style="yellow" if away_from(status) else "dim")
 
 
 def _about(status: Status) -> Text:

@@ -7,11 +7,12 @@ any of them, in turn, so that each sends its part once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import xxhash
@@ -21,21 +22,33 @@ from keepstep.arena import header as h
 from keepstep.arena.chunks import LAYOUT, SHARED, VALUES, Chunk, chunk_spans
 from keepstep.arena.header import KeeperHeader, TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena, trainer_digest
-from keepstep.errors import Error, IntegrityError, KeeperError
+from keepstep.errors import Error, IntegrityError
 from keepstep.keeper import events as e
 from keepstep.keeper import manifest as manifests
+from keepstep.keeper.gathering import Stock
 from keepstep.keeper.manifest import MAX_MANIFEST_BYTES, NodeManifest, RankManifest, TableChunk
 from keepstep.keeper.reach import Reach
 from keepstep.keeper.rebuilding import Lost, Stripes, ask
-from keepstep.keeper.rows import Row, Rows, Source, SourceFailedError, StoppedError, fetch_bytes
-from keepstep.keeper.shelf import DATA, MANIFEST, META, STREAM, Wanted
+from keepstep.keeper.rows import (
+    ASKING,
+    RECOVERING,
+    Row,
+    Rows,
+    Source,
+    SourceFailedError,
+    StoppedError,
+    fetch_bytes,
+)  # fmt: skip
+from keepstep.keeper.shelf import DATA, MANIFEST, META, Wanted
 from keepstep.keeper.words import Failure
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.held import Meta
+from keepstep.peers.base import FetchError
 from keepstep.recovery.plan import Piece
 
 log = logging.getLogger("keepstep.keeper")
 
+JOIN_S = 60.0
 MakeArena = Callable[[RankManifest], Arena]
 
 
@@ -53,11 +66,12 @@ class Bringing:
         window_bytes: int,
         timeout_s: float,
         done: Callable[[e.BroughtIn, Arena | None], None],
+        after: Sequence[Bringing] = (),
     ) -> None:
-        """`arena`: where it goes if it fits."""
+        """`arena`: where it goes if it fits. `after`: given up, and may still write there for a moment."""
         self._effect, self._node_id, self._peers = effect, node_id, peers
         self._arena, self._make, self._done = arena, make, done
-        self._window, self._timeout_s = window_bytes, timeout_s
+        self._window, self._timeout_s, self._after = window_bytes, timeout_s, after
         self._stopped = threading.Event()
         self.plan = effect.plan
         self._thread = threading.Thread(target=self._run, name=f"keepstep-bring-{effect.piece.rank}", daemon=True)
@@ -66,12 +80,18 @@ class Bringing:
     def stop(self) -> None:
         self._stopped.set()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         piece, made = self._effect.piece, None
         try:
+            for one in self._after:
+                one.join(JOIN_S)
             found, manifest = self._manifest(piece)
             arena, slot = self._arena, self._effect.slot
             if arena is None or not arena.fits(manifest.need):
@@ -101,31 +121,29 @@ class Bringing:
     def _manifest(self, piece: Piece) -> tuple[list[NodeManifest], RankManifest]:
         """The manifests of its group (of its node alone, when it is simply fetched), and its own."""
         if piece.rebuild is None:
-            data = self._bytes(piece.node_id, Wanted(MANIFEST, piece.version), piece.rank)
-            found = [manifests.decode(data)]
-            return found, _of_rank(found[0], piece.rank)
+            source = Source(
+                piece.node_id, Wanted(MANIFEST, piece.version).encode(), MAX_MANIFEST_BYTES, None, 0, piece.rank
+            )
+            with _blamed(source):
+                found = [manifests.decode(self._bytes(source), piece.version)]
+                return found, _of_rank(found[0], piece.rank)
         rebuild = piece.rebuild
         last: SourceFailedError | None = None
         for node_id in rebuild.parity:
             if node_id:
+                source = Source(node_id, Wanted(META, key=rebuild.key).encode(), MAX_MANIFEST_BYTES, None)
                 try:
-                    data = self._bytes(node_id, Wanted(META, key=rebuild.key), -1)
-                    meta = msgspec.msgpack.decode(data, type=Meta)
-                    found = [manifests.decode(one) for one in meta.manifests]
-                    return found, _of_rank(found[rebuild.position], piece.rank)
+                    with _blamed(source):
+                        meta = msgspec.msgpack.decode(self._bytes(source), type=Meta)
+                        found = [manifests.decode(one, piece.version) for one in meta.manifests]
+                        return found, _of_rank(found[rebuild.position], piece.rank)
                 except SourceFailedError as failed:
                     last = failed
         assert last is not None, "a plan names at least one node with parity"
         raise last
 
-    def _bytes(self, node_id: str, wanted: Wanted, rank: int) -> bytes:
-        try:
-            return fetch_bytes(
-                self._peers, node_id, wanted.encode(), most_bytes=MAX_MANIFEST_BYTES, timeout_s=self._timeout_s,
-                stopped=self._stopped,
-            )  # fmt: skip
-        except SourceFailedError as failed:
-            raise SourceFailedError(dataclasses.replace(failed.source, rank=rank), failed.error) from failed
+    def _bytes(self, source: Source) -> bytes:
+        return fetch_bytes(self._peers, RECOVERING, source, timeout_s=self._timeout_s, stopped=self._stopped)
 
     # Its bytes
 
@@ -144,14 +162,14 @@ class Bringing:
                 if data and chunk.region == region:
                     arena.segment.write(chunk.span.offset, data[chunk.index * CHUNK_BYTES :][: chunk.span.size_bytes])
         rows = Rows(
-            self._peers, window_bytes=self._window, timeout_s=self._timeout_s, stopped=self._stopped, patient=False
+            self._peers, RECOVERING, window_bytes=self._window, timeout_s=self._timeout_s, stopped=self._stopped
         )
         write = _Writer(arena, chunks, manifest)
         if piece.rebuild is None:
             rows.run(self._fetched(piece, manifest.coded), write.as_fetched)
         else:
             self._rebuild(rows, Stripes(piece.rebuild, found), manifest, write)
-        rows.run(self._shared(piece, manifest, trainer), write.as_fetched)
+        self._shared(rows, piece, manifest, arena, slot, write)
         if self._stopped.is_set():
             raise StoppedError
         return _seal(arena, slot, trainer, manifest)
@@ -172,34 +190,55 @@ class Bringing:
             done.add(row.purpose.at)
 
         try:
+            rows.patience = ASKING
             rows.run((ask(stripes, number) for number in numbers), finish)
             return
         except SourceFailedError as failed:
             log.info("a helper failed, rebuilding here", extra={"reason": str(failed)})
+        rows.patience = RECOVERING
         out = memoryview(bytearray(CHUNK_BYTES))
 
         def decode(row: Row) -> None:
             lost: Lost = row.purpose
-            stripes.decode(lost, row.buffers, out[: lost.chunk.size_bytes])
+            # The data was checked on its way, and parity only against its own node's table.
+            with _blamed(next(source for source in row.sources if source.rank < 0)):
+                stripes.decode(lost, row.buffers, out[: lost.chunk.size_bytes])
             write.put(lost.chunk, out[: lost.chunk.size_bytes])
 
         left = (stripes.lost(n) for n, c in zip(numbers, manifest.coded, strict=True) if c.at not in done)
         rows.run((Row(lost.sources, lost) for lost in left), decode)
 
-    def _shared(self, piece: Piece, manifest: RankManifest, trainer: TrainerHeader) -> Iterator[Row]:
+    def _shared(
+        self, rows: Rows, piece: Piece, manifest: RankManifest, arena: Arena, slot: int, write: _Writer
+    ) -> None:
+        """What other nodes hold too: their chunks, and parity of them that is made again. The checksums are its own."""
         shared = [chunk for chunk in manifest.chunks if chunk.region == SHARED]
         if not shared:
             return
-        layout = layouts.decode(manifest.layout, payload_bytes=trainer.payload_bytes)
-        stored = {s.offset: (stream, s) for stream in layout.streams for s in stream.stored()}
-        holders = [node_id for node_id in piece.holders if node_id != self._node_id] or list(piece.holders)
-        for chunk in shared:
-            stream, place = stored[trainer.shared_offset + chunk.index * CHUNK_BYTES]
-            if place.chunk < 0:
-                raise KeeperError("parity of replicated state is made again, not fetched")
-            request = Wanted(STREAM, piece.version, chunk=place.chunk, class_id=stream.class_id).encode()
-            node_id = piece.node_id if piece.rebuild is None else holders[place.chunk % len(holders)]
-            yield Row([Source(node_id, request, chunk.size_bytes, chunk.digest, 0, piece.rank)], chunk)
+        trainer = manifest.trainer
+        encoded = arena.segment.read(arena.layout_span(slot).offset, trainer.layout_bytes)
+        layout = layouts.decode(encoded, payload_bytes=trainer.payload_bytes)
+        stored = {one.offset: (stream, one) for stream in layout.streams for one in stream.stored()}
+        stock = Stock(self._peers, piece.version, piece.holders, timeout_s=self._timeout_s, stopped=self._stopped)
+        out = memoryview(bytearray(CHUNK_BYTES))
+
+        def wanted() -> Iterator[Row]:
+            for chunk in shared:
+                stream, one = stored[trainer.shared_offset + chunk.index * CHUNK_BYTES]
+                if one.chunk >= 0:
+                    recipe = stock.chunk(stream, one.chunk, rank=piece.rank)
+                else:
+                    recipe = stock.parity(stream, one.row, one.code_row, rank=piece.rank)
+                yield Row(recipe.sources, (chunk, recipe))
+
+        def finish(row: Row) -> None:
+            chunk, recipe = row.purpose
+            recipe.make(row.buffers, out[: chunk.size_bytes])
+            if xxhash.xxh3_128_digest(out[: chunk.size_bytes]) != chunk.digest:
+                raise IntegrityError(f"chunk {chunk.index} of the replicated state is not what rank {piece.rank} had")
+            write.put(chunk, out[: chunk.size_bytes])
+
+        rows.run(wanted(), finish)
 
 
 class _Writer:
@@ -213,6 +252,15 @@ class _Writer:
 
     def put(self, chunk: TableChunk, data: memoryview) -> None:
         self._arena.segment.write_from(self._chunks[chunk.at].span.offset, data)
+
+
+@contextlib.contextmanager
+def _blamed(source: Source) -> Iterator[None]:
+    """What came from there cannot be right: the next plan does without it."""
+    try:
+        yield
+    except (IntegrityError, msgspec.DecodeError, IndexError, KeyError) as error:
+        raise SourceFailedError(source, FetchError(source.node_id, str(error) or repr(error), lost=False)) from error
 
 
 def _of_rank(manifest: NodeManifest, rank: int) -> RankManifest:

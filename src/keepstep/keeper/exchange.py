@@ -20,7 +20,7 @@ from keepstep.keeper import events as e
 from keepstep.keeper import manifest as manifests
 from keepstep.keeper.manifest import MAX_MANIFEST_BYTES, NodeManifest
 from keepstep.keeper.reach import Reach
-from keepstep.keeper.rows import Row, Rows, Source, SourceFailedError, StoppedError, fetch_bytes
+from keepstep.keeper.rows import EXCHANGING, Row, Rows, Source, SourceFailedError, StoppedError, fetch_bytes
 from keepstep.keeper.shelf import CHECK, DATA, MANIFEST, Shelf, Wanted
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import Code
@@ -42,11 +42,15 @@ class Pool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spare: list[HeldParity] = []
+        self._closed = False
 
     def give(self, held: HeldParity) -> None:
         held.void()
         with self._lock:
-            self._spare.append(held)
+            if self._closed:
+                held.close()
+            else:
+                self._spare.append(held)
 
     def take(self, size_bytes: int) -> HeldParity:
         """A spare one that fits, else a new one; spares that do not fit go."""
@@ -68,7 +72,9 @@ class Pool:
             return sum(held.segment.size_bytes for held in self._spare)
 
     def close(self) -> None:
+        """What is given back later goes at once."""
         with self._lock:
+            self._closed = True
             for held in self._spare:
                 held.close()
             self._spare = []
@@ -104,6 +110,10 @@ class Exchange:
     def stop(self) -> None:
         self._stopped.set()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
@@ -112,7 +122,7 @@ class Exchange:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         held: HeldParity | None = None
         rows = Rows(
-            self._peers, window_bytes=self._window, timeout_s=self._timeout_s, stopped=self._stopped, patient=True
+            self._peers, EXCHANGING, window_bytes=self._window, timeout_s=self._timeout_s, stopped=self._stopped
         )
         try:
             manifest = self._manifests()
@@ -144,12 +154,9 @@ class Exchange:
             if member == self._node_id:
                 found.append(self._shelf.own_manifest(self.key.version))
                 continue
-            request = Wanted(MANIFEST, self.key.version).encode()
-            data = fetch_bytes(
-                self._peers, member, request, most_bytes=MAX_MANIFEST_BYTES, timeout_s=self._timeout_s,
-                stopped=self._stopped,
-            )  # fmt: skip
-            found.append(manifests.decode(data))
+            source = Source(member, Wanted(MANIFEST, self.key.version).encode(), MAX_MANIFEST_BYTES, None)
+            data = fetch_bytes(self._peers, EXCHANGING, source, timeout_s=self._timeout_s, stopped=self._stopped)
+            found.append(manifests.decode(data, self.key.version))
         return found
 
     def _meta(self, found: list[NodeManifest]) -> Meta:

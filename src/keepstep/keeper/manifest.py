@@ -8,6 +8,7 @@ coded, chunk by chunk as the checksum table counts them. What other nodes hold t
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +20,7 @@ from keepstep.arena.chunks import LAYOUT, SHARED, UNIQUE, VALUES, read_table
 from keepstep.arena.header import BODY_BYTES, TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena
 from keepstep.errors import IntegrityError
-from keepstep.layout import CHUNK_BYTES
+from keepstep.layout import CHUNK_BYTES, num_chunks
 from keepstep.protocol import ArenaNeed
 from keepstep.types import Version
 
@@ -58,14 +59,15 @@ class RankManifest(msgspec.Struct, frozen=True, dict=True):
             LAYOUT: trainer.layout_bytes, VALUES: trainer.values_bytes,
             UNIQUE: trainer.shared_offset, SHARED: trainer.payload_bytes - trainer.shared_offset,
         }  # fmt: skip
+        # Before anything is made of it: sizes that came from elsewhere may be anything.
+        if min(sizes.values()) < 0 or sum(map(num_chunks, sizes.values())) * DIGEST_BYTES != len(self.table):
+            raise IntegrityError(f"the manifest of rank {trainer.rank} has {len(self.table)} bytes of checksums")
         found: list[TableChunk] = []
         for region, size in sizes.items():
             for index, start in enumerate(range(0, size, CHUNK_BYTES)):
                 at = len(found)
                 digest = self.table[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
                 found.append(TableChunk(at, region, index, min(CHUNK_BYTES, size - start), digest))
-        if len(found) * DIGEST_BYTES != len(self.table):
-            raise IntegrityError(f"the manifest of rank {trainer.rank} has {len(self.table)} bytes of checksums")
         return tuple(found)
 
     @cached_property
@@ -143,13 +145,16 @@ def encode(manifest: NodeManifest) -> bytes:
     return _encoder.encode(manifest)
 
 
-def decode(data: bytes) -> NodeManifest:
+def decode(data: bytes, version: Version) -> NodeManifest:
+    """Raises IntegrityError when it is not a manifest of that version, or contradicts itself."""
     try:
         manifest = _decoder.decode(data)
         for rank in manifest.ranks:
             rank.check()
-    except (msgspec.DecodeError, ValueError, OSError) as error:
+    except (msgspec.DecodeError, ValueError, OSError, struct.error) as error:
         raise IntegrityError(f"a manifest cannot be read: {error}") from error
-    if any(rank.trainer.version != manifest.version for rank in manifest.ranks):
-        raise IntegrityError("a manifest mixes versions")
+    if any(found != version for found in (manifest.version, *(rank.trainer.version for rank in manifest.ranks))):
+        raise IntegrityError(f"a manifest is not of {version}, or mixes versions")
+    if not manifest.ranks or len({rank.rank for rank in manifest.ranks}) < len(manifest.ranks):
+        raise IntegrityError("a manifest names no rank, or one twice")
     return manifest

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +19,23 @@ import msgspec
 
 from keepstep.arena.slots import Arena
 from keepstep.config import Config
-from keepstep.errors import ConfigError
+from keepstep.errors import ConfigError, Error
 from keepstep.identity import Identity
 from keepstep.keeper import events as e
 from keepstep.keeper import words
 from keepstep.keeper.bringing import Bringing
 from keepstep.keeper.exchange import Exchange, Pool
+from keepstep.keeper.gathering import Gathered, gather
 from keepstep.keeper.manifest import RankManifest
 from keepstep.keeper.reach import Reach
 from keepstep.keeper.rebuilding import Helper
+from keepstep.keeper.rows import SourceFailedError, StoppedError
 from keepstep.keeper.shelf import Shelf
+from keepstep.layout import Stream
 from keepstep.parity.held import HeldParity
 from keepstep.peers.base import Peer
 from keepstep.peers.tcp import TcpPeers
-from keepstep.protocol import NodeCard
+from keepstep.protocol import NodeCard, RestoreFrom
 from keepstep.recovery.inventory import ParitySet, SetKey
 from keepstep.types import Version
 
@@ -81,12 +86,22 @@ class Network:
         self._pool = Pool()
         self._exchange: Exchange | None = None
         self._bringing: list[Bringing] = []
+        self._ending: list[Exchange | Bringing] = []
+        """stopped, and maybe not through with it: what they hold or write is theirs until then"""
         self._secret = b""
+        self.gathered: Gathered | None = None
+        """replicated state that other nodes hold, while ranks restore"""
+        self._gathering: Version | None = None
+        self._gather_waiters: list[tuple[Callable[[], None], Callable[[str], None]]] = []
+        self._closing = threading.Event()
+        self._cut: threading.Timer | None = None
+        """set while a drill keeps this keeper from its peers"""
         known = _Seat.read(identity.directory / SEAT)
         self.peers = self._listen(known) if known is not None else self._listen(_Seat(instance, config.peers.port))
         address, port = self.peers.card_address()
         self._reach = Reach(identity.node_id, self.shelf, self.peers)
-        self.shelf.rebuilt = Helper(self._reach, timeout_s=config.peers.timeout_s).serve
+        self._helper = Helper(self._reach, timeout_s=config.peers.timeout_s)
+        self.shelf.rebuilt = self._helper.serve
         seat = _Seat(known.instance if known is not None else instance, port)
         seat.write(identity.directory / SEAT)
         self.card = NodeCard(identity.node_id, seat.instance, address, port, config.failure_domain)
@@ -133,8 +148,28 @@ class Network:
     def meet(self, effect: e.Meet) -> None:
         if effect.secret and effect.secret != self._secret:
             self._secret = effect.secret
-            self.peers.admit(effect.secret)
+            if self._cut is None:
+                self.peers.admit(effect.secret)
         self.peers.meet([Peer(c.node_id, c.instance, c.address, c.port) for c in effect.cards])
+
+    def cut(self, seconds: float) -> None:
+        """A drill: all links end, and no peer is known again until the time is over. The last cut counts.
+
+        Under a secret of its own this keeper is a stranger to everybody, and everybody to it.
+        """
+        if self._cut is None:
+            self.peers.admit(secrets.token_bytes(32))
+        else:
+            self._cut.cancel()
+        log.warning("links are cut, for a drill", extra={"seconds": seconds})
+        self._cut = threading.Timer(seconds, lambda: self._later(self._mend))
+        self._cut.daemon = True
+        self._cut.start()
+
+    def _mend(self) -> None:
+        self._cut = None
+        if self._secret:
+            self.peers.admit(self._secret)
 
     def tell(self, effect: e.Tell) -> None:
         self.peers.send(effect.node_id, words.encode(effect.word))
@@ -149,7 +184,7 @@ class Network:
 
     def stop_exchange(self, effect: e.StopExchange) -> None:
         if self._exchange is not None and self._exchange.key == effect.key:
-            self._exchange.stop()
+            self._retire(self._exchange)
             self._exchange = None
 
     def free_parity(self, effect: e.FreeParity) -> None:
@@ -175,20 +210,79 @@ class Network:
         self, effect: e.BringIn, arena: Arena | None, make: Callable[[e.BringIn, RankManifest], Arena],
         done: Callable[[e.BroughtIn, Arena | None], None],
     ) -> None:  # fmt: skip
-        self._bringing = [one for one in self._bringing if one.plan == effect.plan]
-        self._bringing.append(
-            Bringing(
-                effect, node_id=self._identity.node_id, peers=self._reach, arena=arena,
-                make=lambda manifest: make(effect, manifest), window_bytes=self._config.peers.window_bytes,
-                timeout_s=self._config.peers.timeout_s,
-                done=lambda event, made: self._later(done, event, made),
-            )
+        config = self._config.peers
+
+        def ended(event: e.BroughtIn, made: Arena | None) -> None:
+            if bringing in self._bringing:
+                self._bringing.remove(bringing)
+                done(event, made)
+            elif made is not None:  # given up meanwhile, and another one may have its number
+                made.close()
+
+        bringing = Bringing(
+            effect, node_id=self._identity.node_id, peers=self._reach, arena=arena,
+            make=lambda manifest: make(effect, manifest),
+            window_bytes=config.window_bytes // max(1, effect.local_world_size), timeout_s=config.timeout_s,
+            done=lambda event, made: self._later(ended, event, made),
+            after=[one for one in self._ending if isinstance(one, Bringing)],
         )  # fmt: skip
+        self._bringing.append(bringing)
 
     def give_up_bringing(self, effect: e.GiveUpBringing) -> None:
         for one in self._bringing:
-            if one.plan <= effect.plan:
-                one.stop()
+            self._retire(one)
+        self._bringing = []
+
+    def _retire(self, one: Exchange | Bringing) -> None:
+        one.stop()
+        self._ending = [*(old for old in self._ending if old.alive), one]
+
+    def gather(
+        self, answer: RestoreFrom, holders: tuple[str, ...], missing: list[tuple[Stream, int]], *,
+        again: Callable[[], None], failed: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """Fetch chunks of replicated state that no slot of this node holds; local ranks share what comes."""
+        assert answer.version is not None
+        if answer.version != self._gathering:
+            self.forget_gathered()
+            self._gathering = answer.version
+            self._gather_waiters = []
+            threading.Thread(
+                target=self._gather, args=(answer.version, holders, missing), name="keepstep-gather", daemon=True
+            ).start()
+        elif self.gathered is not None:  # they are here, and this rank misses others: its layout is another one
+            failed(f"{len(missing)} chunks of replicated state are on no node that can be reached")
+            return
+        self._gather_waiters.append((again, failed))
+
+    def _gather(self, version: Version, holders: tuple[str, ...], missing: list[tuple[Stream, int]]) -> None:
+        peers = self._config.peers
+        try:
+            found: Gathered | str = gather(
+                self._reach, version, holders, missing, window_bytes=peers.window_bytes, timeout_s=peers.timeout_s,
+                stopped=self._closing,
+            )  # fmt: skip
+        except (SourceFailedError, StoppedError, Error, OSError) as error:
+            found = f"replicated state cannot be gathered: {error}"
+        self._later(self._gathered_all, version, found)
+
+    def _gathered_all(self, version: Version, found: Gathered | str) -> None:
+        waiters, self._gather_waiters = self._gather_waiters, []
+        if isinstance(found, Gathered) and version != self._gathering:
+            found.segment.close()
+            return
+        if isinstance(found, Gathered):
+            self.gathered = found
+        else:
+            self._gathering = None
+        for again, failed in waiters:
+            failed(found) if isinstance(found, str) else again()
+
+    def forget_gathered(self) -> None:
+        """All ranks have loaded: nobody needs the chunks of other nodes any more."""
+        if self.gathered is not None:
+            self.gathered.segment.close()
+            self.gathered, self._gathering = None, None
 
     @property
     def parity_bytes(self) -> int:
@@ -196,11 +290,14 @@ class Network:
         return held + self._pool.size_bytes
 
     def close(self) -> None:
+        if self._cut is not None:
+            self._cut.cancel()
         running: list[Exchange | Bringing] = [*self._bringing, *([self._exchange] if self._exchange else [])]
         for one in running:
-            one.stop()
+            self._retire(one)
+        self._helper.close()
         self.peers.close()
-        for one in running:
+        for one in self._ending:
             one.join(JOIN_S)
         self._pool.close()
         for held in self.parities.values():

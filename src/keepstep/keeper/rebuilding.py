@@ -18,7 +18,7 @@ from keepstep.errors import IntegrityError, KeeperError
 from keepstep.keeper import manifest as manifests
 from keepstep.keeper.manifest import NodeManifest, TableChunk
 from keepstep.keeper.reach import Reach
-from keepstep.keeper.rows import Row, Rows, Source, SourceFailedError, StoppedError
+from keepstep.keeper.rows import HELPING, Row, Rows, Source, SourceFailedError, StoppedError
 from keepstep.keeper.shelf import DATA, PARITY, REBUILT, Wanted
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import Code
@@ -109,7 +109,10 @@ class Helper:
         self._reach, self._timeout_s = reach, timeout_s
         self._lock = threading.Lock()
         self._metas: OrderedDict[SetKey, list[NodeManifest]] = OrderedDict()
-        self._never = threading.Event()
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        self._closed.set()
 
     def serve(self, wanted: Wanted) -> Body:
         rebuild = wanted.rebuild
@@ -118,12 +121,10 @@ class Helper:
         try:
             stripes = Stripes(rebuild, self._manifests(rebuild.key))
             lost = stripes.lost(wanted.chunk)
-            rows = Rows(
-                self._reach, window_bytes=CHUNK_BYTES, timeout_s=self._timeout_s, stopped=self._never, patient=False
-            )
+            rows = Rows(self._reach, HELPING, window_bytes=CHUNK_BYTES, timeout_s=self._timeout_s, stopped=self._closed)
             out = memoryview(bytearray(lost.chunk.size_bytes))
             rows.run([Row(lost.sources, None)], lambda row: stripes.decode(lost, row.buffers, out))
-        except (SourceFailedError, StoppedError, IndexError, KeyError, ValueError) as error:
+        except (SourceFailedError, StoppedError, IndexError, KeyError, ValueError, msgspec.DecodeError) as error:
             raise Refusal(f"cannot be rebuilt here: {error}") from error
         return Body(lost.chunk.size_bytes, lost.chunk.digest, data=out)
 
@@ -132,7 +133,7 @@ class Helper:
         with self._lock:
             if key not in self._metas:
                 meta = msgspec.msgpack.decode(self._reach.shelf.meta(key), type=Meta)
-                self._metas[key] = [manifests.decode(one) for one in meta.manifests]
+                self._metas[key] = [manifests.decode(one, key.version) for one in meta.manifests]
                 while len(self._metas) > MAX_METAS:
                     self._metas.popitem(last=False)
             return self._metas[key]

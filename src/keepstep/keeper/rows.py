@@ -6,12 +6,13 @@ from a small pool and go back to it, so memory is bounded by the window however 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keepstep.keeper.reach import Reach
@@ -20,27 +21,27 @@ from keepstep.peers.base import Fetched, FetchError
 
 MAX_DEPTH = 16
 RETRY_S = 0.2
-# A peer that lives and sends what does not match, or refuses, is asked again this often.
-TRIES = 3
-# A peer that nothing has come from for this long, and that cannot be reached, is given up by whoever is not patient.
-# Long enough for a link that is being made, short enough that a dead node does not hold a recovery up.
-LOST_S = 2.0
 LOOK_S = 0.25
 
 
-class Fetcher(Protocol):
-    """As much of `Peers` as bytes need."""
+@dataclass(frozen=True)
+class Patience:
+    """When to stop asking one peer for one thing."""
 
-    def fetch(
-        self,
-        node_id: str,
-        request: bytes,
-        into: memoryview | None,
-        *,
-        size_bytes: int,
-        expect: bytes | None,
-        timeout_s: float,
-    ) -> Future[Fetched]: ...
+    tries: int
+    """answers that are refusals, or bytes that do not match"""
+    lost_s: float
+    """without any answer, and nothing else coming from that peer either"""
+
+
+EXCHANGING = Patience(3, math.inf)
+"""until somebody stops it: a peer that is away comes back or is replaced"""
+RECOVERING = Patience(3, 2.0)
+"""long enough for a link that is being made, short enough that a dead node does not hold a recovery up"""
+ASKING = Patience(1, 2.0)
+"""there is another way"""
+HELPING = Patience(1, 0.0)
+"""whoever asked for help can do without"""
 
 
 @dataclass(frozen=True)
@@ -80,32 +81,31 @@ class StoppedError(Exception):
     """The work was given up from outside."""
 
 
-class _Patience:
-    """When to stop asking one peer for one thing."""
+class _Failures:
+    """Of one peer, over one thing."""
 
-    def __init__(self, *, patient: bool) -> None:
-        self._patient = patient
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
         self._tries = 0
         self._lost_since = 0.0
 
-    def over(self, error: FetchError, heard_at: float) -> bool:
-        """After one more failure; `heard_at`: when something last came from that peer, for this or another request."""
+    def too_many(self, error: FetchError, heard_at: float) -> bool:
+        """After one more; `heard_at`: when something last came from that peer, for this or another request."""
         if not error.lost:
             self._tries += 1
-            return self._tries >= TRIES
+            return self._tries >= self._patience.tries
         now = time.monotonic()
         self._lost_since = self._lost_since or now
-        return not self._patient and now - max(self._lost_since, heard_at) >= LOST_S
+        return now - max(self._lost_since, heard_at) >= self._patience.lost_s
 
 
 class Rows:
     """Fetches rows in order; `finish` is called for each when all its chunks are here, on the caller's thread."""
 
     def __init__(
-        self, peers: Fetcher, *, window_bytes: int, timeout_s: float, stopped: threading.Event, patient: bool
+        self, peers: Reach, patience: Patience, *, window_bytes: int, timeout_s: float, stopped: threading.Event
     ) -> None:
-        """`patient`: a peer that cannot be reached is asked again until somebody stops it."""
-        self._peers, self._timeout_s, self._stopped, self._patient = peers, timeout_s, stopped, patient
+        self._peers, self._timeout_s, self._stopped, self.patience = peers, timeout_s, stopped, patience
         self._window = window_bytes
         self._free: list[bytearray] = []
         self._heard_at: dict[str, float] = {}
@@ -164,7 +164,7 @@ class Rows:
 
     def _finish(self, row: Row) -> None:
         for at in range(len(row.sources)):
-            patience = _Patience(patient=self._patient)
+            failures = _Failures(self.patience)
             while True:
                 if self._stopped.is_set():
                     raise StoppedError
@@ -179,12 +179,12 @@ class Rows:
                 except CancelledError:
                     raise StoppedError from None
                 except FetchError as error:
-                    if patience.over(error, self._heard_at.get(source.node_id, 0.0)):
+                    if failures.too_many(error, self._heard_at.get(source.node_id, 0.0)):
                         if not source.instead:
                             raise SourceFailedError(source, error) from error
                         first, *others = source.instead
                         row.sources[at] = replace(source, node_id=first, instead=tuple(others))
-                        patience = _Patience(patient=self._patient)
+                        failures = _Failures(self.patience)
                     else:
                         self._stopped.wait(RETRY_S)
                     row.futures[at] = self._ask(row.sources[at], row.buffers[at])
@@ -206,19 +206,15 @@ def _wait(future: Future[Fetched]) -> None:
 
 
 def fetch_bytes(
-    peers: Fetcher,
-    node_id: str,
-    request: bytes,
-    *,
-    most_bytes: int,
-    timeout_s: float,
-    stopped: threading.Event,
-    patient: bool,
+    peers: Reach, patience: Patience, source: Source, *, timeout_s: float, stopped: threading.Event
 ) -> bytes:
-    """A body of unknown size, at most so long. Patient: asked again until stopped when the peer cannot be reached."""
-    patience = _Patience(patient=patient)
+    """A body of unknown size, at most `source.size_bytes`."""
+    failures = _Failures(patience)
     while True:
-        future = peers.fetch(node_id, request, None, size_bytes=most_bytes, expect=None, timeout_s=timeout_s)
+        future = peers.fetch(
+            source.node_id, source.request, None, size_bytes=source.size_bytes, expect=source.expect,
+            timeout_s=timeout_s,
+        )  # fmt: skip
         try:
             while True:
                 if stopped.is_set():
@@ -232,6 +228,6 @@ def fetch_bytes(
         except CancelledError:
             raise StoppedError from None
         except FetchError as error:
-            if patience.over(error, 0.0):
-                raise SourceFailedError(Source(node_id, request, 0, None), error) from error
+            if failures.too_many(error, 0.0):
+                raise SourceFailedError(source, error) from error
             stopped.wait(RETRY_S)

@@ -281,7 +281,10 @@ class Keeper:
 
     def handle(self, event: e.Event) -> None:
         self._read_progress()
-        for effect in self.core.handle(event, time.monotonic()):
+        effects = self.core.handle(event, time.monotonic())
+        if self.core.kept.ready and self.network is not None:
+            self.network.forget_gathered()
+        for effect in effects:
             try:
                 _EFFECTS[type(effect)](self, effect)
             except Exception:  # pages are written again at the next tick; the effects behind it count too
@@ -302,13 +305,31 @@ class Keeper:
     def _do_send(self, effect: e.Send) -> None:
         message, arena_ids = effect.message, [effect.arena_id] if effect.arena_id else []
         if isinstance(message, RestoreFrom) and message.version is not None:
-            try:
-                streams, arena_ids = find_streams(self.arenas, message)
-                message = msgspec.structs.replace(message, streams=streams)
-            except (OSError, Error) as error:
-                message, arena_ids = Refused("RecoveryError", str(error), "", message.ticket), []
+            self._hand_over(effect.conn, message)
+            return
         fds = [self.arenas[arena_id].segment.fd for arena_id in arena_ids]
         self.send(self.connections.get(effect.conn), message, fds)
+
+    def _hand_over(self, conn: e.Conn, answer: RestoreFrom) -> None:
+        """Give a rank its snapshot, with the chunks of replicated state wherever they lie; fetched, if need be."""
+        try:
+            gathered = self.network.gathered if self.network is not None else None
+            found = find_streams(self.arenas, answer, gathered)
+        except (OSError, Error) as error:
+            self.send(self.connections.get(conn), Refused("RecoveryError", str(error), "", answer.ticket))
+            return
+        if found.missing:
+            holders = next((p.holders for p in self.core.decision.pieces), ()) if self.core.decision else ()
+            self.open_network().gather(
+                answer, holders, found.missing,
+                again=lambda: self._hand_over(conn, answer),
+                failed=lambda text: self.send(
+                    self.connections.get(conn), Refused("RecoveryError", text, "", answer.ticket)
+                ),
+            )  # fmt: skip
+            return
+        message = msgspec.structs.replace(answer, streams=found.sources)
+        self.send(self.connections.get(conn), message, found.fds)
 
     def _do_grant(self, effect: e.WriteGrant) -> None:
         self.arenas[effect.arena_id].write_grant(effect.grant)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
+import xxhash
 
 from keepstep import layout as layouts
 from keepstep.arena.chunks import SHARED, Chunk, chunk_spans, read_table
@@ -26,7 +27,7 @@ from keepstep.types import Version
 
 MAX_BOOKS = 64
 MANIFEST, DATA, PARITY, META = "manifest", "data", "parity", "meta"
-STREAM, CHECK, REBUILT = "stream", "check", "rebuilt"
+STREAM, STOCK, CHECK, REBUILT = "stream", "stock", "check", "rebuilt"
 
 
 class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -45,6 +46,16 @@ class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def encode(self) -> bytes:
         return _encoder.encode(self)
+
+
+class Stocked(msgspec.Struct, frozen=True, array_like=True):
+    """What a slot holds of a replica class."""
+
+    class_id: str
+    chunks: list[tuple[int, int]]
+    """(chunk of the stream, bytes as it is stored)"""
+    parity: list[tuple[int, int]]
+    """(stripe row, row of the code)"""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -94,6 +105,16 @@ class Book:
             for stored in stream.stored()
             if stored.chunk >= 0
         }
+
+    def find_parity(self, class_id: str, row: int, code_row: int) -> int | None:
+        """The number in the table of a parity chunk of a stream, if it is here."""
+        trainer = self.sealed.trainer
+        for stream in self.layout.streams:
+            for stored in stream.stored():
+                if stream.class_id == class_id and (stored.row, stored.code_row) == (row, code_row):
+                    first = next(i for i, chunk in enumerate(self.chunks) if chunk.region == SHARED)
+                    return first + (stored.offset - trainer.shared_offset) // layouts.CHUNK_BYTES
+        return None
 
 
 def open_book(arena: Arena, slot: int) -> Book:
@@ -153,15 +174,19 @@ class Shelf:
     def meta(self, key: SetKey) -> bytes:
         """The group and its manifests, as they are kept beside the parity."""
         with self._lock:
-            held = self._held(key)
-            assert held.header is not None
-            return held.segment.read(META_AT, held.header.meta_bytes)
+            return self._meta(key)
+
+    def _meta(self, key: SetKey) -> bytes:
+        held = self._held(key)
+        assert held.header is not None
+        data = held.segment.read(META_AT, held.header.meta_bytes)
+        if xxhash.xxh3_128_digest(data) != held.header.meta_digest:
+            raise IntegrityError(f"the manifests beside the parity on {self._node_id} are damaged")
+        return data
 
     def _serve(self, wanted: Wanted) -> Body:
         if wanted.kind == META and wanted.key is not None:
-            held = self._held(wanted.key)
-            assert held.header is not None
-            return Body.of_bytes(held.segment.read(META_AT, held.header.meta_bytes))
+            return Body.of_bytes(self._meta(wanted.key))
         if wanted.kind == PARITY and wanted.key is not None:
             held = self._held(wanted.key)
             offset, size, digest = held.chunk(wanted.stripe, wanted.row)
@@ -173,7 +198,9 @@ class Shelf:
         if wanted.kind == DATA:
             return self._book(wanted.version, wanted.rank).body(wanted.chunk)
         if wanted.kind == STREAM:
-            return self._stream(wanted.version, wanted.class_id, wanted.chunk)
+            return self._stream(wanted)
+        if wanted.kind == STOCK:
+            return Body.of_bytes(_encoder.encode(self._stock(wanted.version)))
         if wanted.kind == CHECK:
             book = self._book(wanted.version, wanted.rank)
             self._damaged(book.arena.arena_id, book.slot, wanted.version, "a peer received bytes that do not match")
@@ -224,17 +251,36 @@ class Shelf:
                     return book
         raise Refusal(f"{self._node_id} holds no sealed snapshot of rank {rank} at {version}")
 
-    def _stream(self, version: Version, class_id: str, chunk: int) -> Body:
+    def _stream(self, wanted: Wanted) -> Body:
+        assert wanted.version is not None
+        for book in self._books_of(wanted.version):
+            if wanted.chunk >= 0:
+                number = book.find(wanted.class_id, wanted.chunk)
+            else:
+                number = book.find_parity(wanted.class_id, wanted.stripe, wanted.row)
+            if number is not None:
+                return book.body(number)
+        raise Refusal(f"{self._node_id} does not hold that of class {wanted.class_id[:8]} at {wanted.version}")
+
+    def _stock(self, version: Version) -> list[Stocked]:
+        return [
+            Stocked(
+                stream.class_id,
+                [(one.chunk, one.size_bytes) for one in stream.stored() if one.chunk >= 0],
+                [(one.row, one.code_row) for one in stream.stored() if one.chunk < 0],
+            )
+            for book in self._books_of(version)
+            for stream in book.layout.streams
+        ]
+
+    def _books_of(self, version: Version) -> list[Book]:
+        found = {}
         for arena in self._arenas.values():
             for slot in range(arena.num_slots):
                 sealed = arena.sealed(slot)
-                if sealed is None or sealed.version != version:
-                    continue
-                book = self._book(version, sealed.trainer.rank)
-                number = book.find(class_id, chunk)
-                if number is not None:
-                    return book.body(number)
-        raise Refusal(f"{self._node_id} does not hold chunk {chunk} of class {class_id[:8]} at {version}")
+                if sealed is not None and sealed.version == version:
+                    found[sealed.trainer.rank] = self._book(version, sealed.trainer.rank)
+        return list(found.values())
 
 
 def _cannot_rebuild() -> Body:

@@ -3,41 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from keepstep.arena.slots import Arena
-from keepstep.errors import RecoveryError
+from keepstep.keeper.gathering import Gathered
 from keepstep.keeper.shelf import Book, open_book
+from keepstep.layout import Stream
 from keepstep.protocol import RestoreFrom, StreamSource
 
 
-def find_streams(arenas: Mapping[str, Arena], answer: RestoreFrom) -> tuple[list[StreamSource], list[str]]:
-    """Per stream of the rank's layout, where each chunk is; and the arenas to hand over, the rank's own first."""
+@dataclass
+class Found:
+    """What a trainer is handed for its streams, and what is not on this node."""
+
+    sources: list[StreamSource] = field(default_factory=list)
+    fds: list[int] = field(default_factory=list)
+    """the rank's own arena first"""
+    missing: list[tuple[Stream, int]] = field(default_factory=list)
+
+
+def find_streams(arenas: Mapping[str, Arena], answer: RestoreFrom, gathered: Gathered | None = None) -> Found:
+    """Per stream of the rank's layout, where each chunk is: in slots of this node, else among what was gathered."""
     own = open_book(arenas[answer.arena_id], answer.slot)
-    if not own.layout.streams:
-        return [], [answer.arena_id]
+    found = Found(fds=[own.arena.segment.fd])
     books = [own]
-    for arena in arenas.values():
-        for slot in range(arena.num_slots):
-            sealed = arena.sealed(slot)
-            if sealed is not None and sealed.version == answer.version and arena.arena_id != answer.arena_id:
-                books.append(open_book(arena, slot))
-    ids = [answer.arena_id]
-    sources = []
+    if own.layout.streams:
+        for arena in arenas.values():
+            for slot in range(arena.num_slots):
+                sealed = arena.sealed(slot)
+                if sealed is not None and sealed.version == answer.version and arena.arena_id != answer.arena_id:
+                    books.append(open_book(arena, slot))
     for stream in own.layout.streams:
         indexes, offsets = [], []
         for chunk in range(stream.num_chunks):
-            book, number = _find(books, stream.class_id, chunk)
-            if book.arena.arena_id not in ids:
-                ids.append(book.arena.arena_id)
-            indexes.append(ids.index(book.arena.arena_id))
-            offsets.append(book.chunks[number].span.offset)
-        sources.append(StreamSource(stream.class_id, indexes, offsets))
-    return sources, ids
+            place = _find(books, gathered, stream.class_id, chunk)
+            if place is None:
+                found.missing.append((stream, chunk))
+                continue
+            fd, offset = place
+            if fd not in found.fds:
+                found.fds.append(fd)
+            indexes.append(found.fds.index(fd))
+            offsets.append(offset)
+        found.sources.append(StreamSource(stream.class_id, indexes, offsets))
+    return found
 
 
-def _find(books: list[Book], class_id: str, chunk: int) -> tuple[Book, int]:
+def _find(books: list[Book], gathered: Gathered | None, class_id: str, chunk: int) -> tuple[int, int] | None:
     for book in books:
         number = book.find(class_id, chunk)
         if number is not None:
-            return book, number
-    raise RecoveryError(f"chunk {chunk} of the replicated state {class_id[:8]} is not on this node")
+            return book.arena.segment.fd, book.chunks[number].span.offset
+    if gathered is not None and (class_id, chunk) in gathered.places:
+        return gathered.segment.fd, gathered.places[class_id, chunk]
+    return None

@@ -62,12 +62,16 @@ class Plan:
     world_size: int = 0
 
 
+_SetOfGroup = tuple[SetKey, tuple[str, ...]]
+
+
 @dataclass
 class _Found:
     """All that is known of one version."""
 
     by_rank: dict[int, list[tuple[str, Holding]]] = field(default_factory=lambda: defaultdict(list))
-    sets: dict[SetKey, dict[int, tuple[str, ParitySet]]] = field(default_factory=lambda: defaultdict(dict))
+    sets: dict[_SetOfGroup, dict[int, tuple[str, ParitySet]]] = field(default_factory=lambda: defaultdict(dict))
+    """by position; all groups of a job share a key"""
 
     @property
     def world_size(self) -> int:
@@ -114,7 +118,7 @@ def _gather(inventories: Mapping[str, Inventory]) -> dict[Version, _Found]:
         for holding in inventory.holdings:
             versions[holding.version].by_rank[holding.rank].append((node_id, holding))
         for parity in inventory.sets:
-            versions[parity.key.version].sets[parity.key][parity.position] = (node_id, parity)
+            versions[parity.key.version].sets[parity.key, parity.members][parity.position] = (node_id, parity)
     return versions
 
 
@@ -145,8 +149,8 @@ def _pieces(version: Version, found: _Found, homes: Mapping[int, str]) -> tuple[
 def _rebuilds(rank: int, found: _Found) -> dict[int, Rebuild | str]:
     """How the ranks of a lost node can be rebuilt: by the newest set that allows it."""
     why = "have no sealed snapshot of it, and no parity covers them"
-    for key in sorted(found.sets, reverse=True):
-        held = found.sets[key]
+    for key, members in sorted(found.sets, reverse=True):
+        held = found.sets[key, members]
         first = next(iter(held.values()))[1]
         position = next((p for p, ranks in enumerate(first.ranks) if rank in ranks), None)
         if position is None:

@@ -355,10 +355,10 @@ class LocalCluster:
     def agent_command(self, address: str) -> list[str]:
         sizes = str(self.size) if self._min_nodes == self.size else f"{self._min_nodes}:{self.size}"
         return [
-            sys.executable, "-m", "torch.distributed.run", f"--rdzv-backend={self._backend}", f"--rdzv-id={self.run_id}",
-            f"--nnodes={sizes}", f"--nproc-per-node={self.trainers}", "--max-restarts=100",
-            f"--rdzv-endpoint={self._endpoint}", "--rdzv-conf=is_host=0", f"--local-addr={address}",
-            str(self._script), *self._arguments,
+            sys.executable, "-m", "torch.distributed.run", f"--rdzv-backend={self._backend}",
+            f"--rdzv-id={self.run_id}", f"--nnodes={sizes}", f"--nproc-per-node={self.trainers}",
+            "--max-restarts=100", f"--rdzv-endpoint={self._endpoint}", "--rdzv-conf=is_host=0",
+            f"--local-addr={address}", str(self._script), *self._arguments,
         ]  # fmt: skip
 
     def _start_store(self) -> None:

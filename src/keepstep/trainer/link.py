@@ -37,6 +37,7 @@ from keepstep.protocol import (
     Held,
     Hold,
     Membership,
+    Protected,
     Register,
     Registered,
     StatusIs,
@@ -64,6 +65,7 @@ class Listeners:
     """What the snapshotter wants to hear. Called from the link's threads."""
 
     complete: Callable[[Complete], None]
+    protected: Callable[[Protected], None]
     voided: Callable[[Voided], None]
     arena_refused: Callable[[], None] = lambda: None
     """the memory that this trainer writes was not taken back by the new keeper"""
@@ -293,6 +295,8 @@ class Link:
         if isinstance(message, Complete):
             self._settle(message.version)
             self._listeners.complete(message)
+        elif isinstance(message, Protected):
+            self._listeners.protected(message)
         elif isinstance(message, Voided):
             self._settle(message.version)
             self._listeners.voided(message)

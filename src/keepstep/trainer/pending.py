@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from keepstep.types import Survives
+from keepstep.types import Survives, Version
 
 DEFAULT_WAIT_S = 600.0
 
@@ -58,3 +58,45 @@ class PendingSnapshot:
     def __repr__(self) -> str:
         told = f"skipped: {self._reason}" if self._reason else f"survives {self._survives.name}"
         return f"<PendingSnapshot step {self.step}, {told}>"
+
+
+class Waiting:
+    """The snapshots whose fate is open. Told by the keeper, in any order, from other threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[Version, PendingSnapshot] = {}
+
+    def add(self, version: Version, pending: PendingSnapshot) -> None:
+        with self._lock:
+            self._open[version] = pending
+
+    def complete(self, version: Version, *, final: bool) -> None:
+        """It survives a process; older ones that do not never will."""
+        self._settle(version, Survives.PROCESS, final=final)
+
+    def protected(self, version: Version) -> None:
+        """It survives a node; older ones stay what they are."""
+        self._settle(version, Survives.NODE, final=True)
+
+    def void(self, version: Version, reason: str) -> None:
+        self._settle(version, Survives.NOTHING, final=True, reason=reason)
+
+    def end(self, reason: str) -> None:
+        with self._lock:
+            left, self._open = self._open, {}
+        for pending in left.values():
+            pending._resolve(pending.survives, final=True, reason="" if pending.survives else reason)
+
+    def _settle(self, version: Version, survives: Survives, *, final: bool, reason: str = "") -> None:
+        with self._lock:
+            pending = self._open.pop(version, None) if final else self._open.get(version)
+            older = {v: p for v, p in self._open.items() if v < version}
+            over = {v: p for v, p in older.items() if p.survives < survives and (final or not p.survives)}
+            for old in over:
+                del self._open[old]
+        for snapshot in over.values():
+            superseded = "" if snapshot.survives else f"superseded by step {version.step}"
+            snapshot._resolve(snapshot.survives, final=True, reason=superseded)
+        if pending is not None:
+            pending._resolve(survives, final=final, reason=reason)

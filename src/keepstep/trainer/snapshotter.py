@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -29,6 +28,7 @@ from keepstep.protocol import (
     Complete,
     Done,
     Loaded,
+    Protected,
     RestoreFrom,
     Void,
     Voided,
@@ -41,7 +41,7 @@ from keepstep.trainer.fence import Fence
 from keepstep.trainer.items import MODULE, OPTIMIZER, STATEFUL, Items, unwrap_optimizer
 from keepstep.trainer.link import Link, Listeners
 from keepstep.trainer.memory import Memory
-from keepstep.trainer.pending import PendingSnapshot
+from keepstep.trainer.pending import PendingSnapshot, Waiting
 from keepstep.trainer.place import (
     find_identity,
     find_place,
@@ -77,7 +77,7 @@ class Snapshotter:
         key = f"{os.getpid()}:{self._identity.key}"
         if key in _open_here:
             raise ConfigError("another Snapshotter of this run is open in this process", hint="close() it first")
-        listeners = Listeners(self._on_complete, self._on_voided, self._on_arena_refused)
+        listeners = Listeners(self._on_complete, self._on_protected, self._on_voided, self._on_arena_refused)
         met = meet_if_needed(self._identity, self.config, self._place)
         register = registration(self.config, self._place, met)
         self._link = Link(self._identity, self.config, register, listeners, met.membership if met else None)
@@ -96,8 +96,7 @@ class Snapshotter:
         self._link.arena_id = lambda: self._memory.arena_id
         self._plans: Turns | None = None
         self._signature: blocks.Signature | None = None
-        self._pending: dict[Version, PendingSnapshot] = {}
-        self._changing = threading.Lock()
+        self._waiting = Waiting()
         self._progress = -1
         self._used = ("", -1)
         """the arena and serial of the last grant that was used"""
@@ -145,9 +144,9 @@ class Snapshotter:
             del saved, writer  # they point into the arena
         finally:
             view.close()
-        log.info("restored %s from memory: %s", answer.version, "; ".join(answer.plan))
+        log.info("restored %s from %s: %s", answer.version, answer.source, "; ".join(answer.plan))
         return Restored(
-            step=answer.version.step, source=Source.MEMORY, survives=Survives.PROCESS,
+            step=answer.version.step, source=Source(answer.source), survives=Survives.PROCESS,
             duration_s=time.monotonic() - started, bytes=answer.size_bytes, plan=tuple(answer.plan),
             _set_rng=random_states.set,
         )  # fmt: skip
@@ -275,7 +274,7 @@ class Snapshotter:
             self._memory.grow(wanted, before=lambda: self._capture.drain(timeout_s=600))
             raise CaptureError(f"the state has outgrown its arena ({plan.payload_bytes:,} bytes); a larger one is made")
         pending = PendingSnapshot(version.step)
-        self._remember(version, pending)
+        self._waiting.add(version, pending)
         self._capture.begin(view, grant.slot, version, plan, reading.values, inexact=inexact)
         return pending
 
@@ -303,10 +302,6 @@ class Snapshotter:
             )
         return not scaled
 
-    def _remember(self, version: Version, pending: PendingSnapshot) -> None:
-        with self._changing:
-            self._pending[version] = pending
-
     def _skip(self, step: int, reason: str) -> PendingSnapshot:
         log.debug("step %d skipped: %s", step, reason)
         return PendingSnapshot(step, reason=reason)
@@ -318,10 +313,13 @@ class Snapshotter:
 
     def _on_void(self, job: Job, reason: str) -> None:
         self._link.say(Void(job.version, reason))
-        self._resolve(job.version, Survives.NOTHING, reason)
+        self._waiting.void(job.version, reason)
 
     def _on_complete(self, message: Complete) -> None:
-        self._resolve(message.version, Survives.PROCESS, "")
+        self._waiting.complete(message.version, final=message.final)
+
+    def _on_protected(self, message: Protected) -> None:
+        self._waiting.protected(message.version)
 
     def _on_arena_refused(self) -> None:
         self._memory.replace(before=lambda: self._capture.drain(timeout_s=600))
@@ -330,16 +328,7 @@ class Snapshotter:
         view = self._memory.view
         if view is not None:
             view.forget_layouts()  # a damaged one would fail every snapshot in its slot
-        self._resolve(message.version, Survives.NOTHING, f"void elsewhere (rank {message.rank}: {message.reason})")
-
-    def _resolve(self, version: Version, survives: Survives, reason: str) -> None:
-        with self._changing:
-            pending = self._pending.pop(version, None)
-            older = [self._pending.pop(v) for v in list(self._pending) if v < version]
-        for snapshot in older:
-            snapshot._resolve(Survives.NOTHING, final=True, reason=f"superseded by step {version.step}")
-        if pending is not None:
-            pending._resolve(survives, final=True, reason=reason)
+        self._waiting.void(message.version, f"void elsewhere (rank {message.rank}: {message.reason})")
 
     # The rest
 
@@ -359,8 +348,7 @@ class Snapshotter:
         self._memory.close()
         self._plans = self._signature = None
         _open_here.discard(self._key)
-        for pending in self._pending.values():
-            pending._resolve(Survives.NOTHING, final=True, reason="closed before it was complete")
+        self._waiting.end("closed before it was complete")
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,132 @@
+"""`drill kill-trainer`, `kill-keeper` and `kill-node`: SIGKILL, and what should happen next."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+
+from keepstep.cli.client import connect, fetch_status, peer_pid
+from keepstep.cli.cost import losses_left, newest_done, of_dead_node
+from keepstep.cli.drills.asking import NOT_CONFIRMED, confirmed
+from keepstep.cli.drills.processes import (
+    ask_status,
+    check_same_namespace,
+    hold_still,
+    open_pidfd,
+    send,
+    wait_until_dead,
+)
+from keepstep.cli.tables import count
+from keepstep.client import KeeperClient
+from keepstep.config import Config
+from keepstep.errors import KeeperError
+from keepstep.identity import Identity
+from keepstep.types import RankStatus, Status
+
+
+def kill_trainer(args: argparse.Namespace, identity: Identity, config: Config) -> int:
+    targets = choose_trainers(fetch_status(identity), rank=args.rank, every=args.all)
+    named = ", ".join(f"rank {target.rank} (pid {target.pid})" for target in targets)
+    if not confirmed(f"SIGKILL {named} of run {identity.run_id!r}?", args):
+        return NOT_CONFIRMED
+    with connect(identity, config) as link:
+        check_same_namespace(link)
+        status = kill(link, {target.pid: target.rank for target in targets}, config)
+    print(f"killed {named}")
+    print(_after_trainers(status))
+    return 0
+
+
+def choose_trainers(status: Status, *, rank: int | None, every: bool) -> list[RankStatus]:
+    living = [found for found in status.ranks if found.alive and found.pid > 0]
+    chosen = living if every else [found for found in living if rank in (None, found.rank)][:1]
+    if not chosen:
+        what = "no trainer" if rank is None else f"no trainer of rank {rank}"
+        raise KeeperError(f"{what} lives on this node", hint="keepstep status shows who does")
+    return chosen
+
+
+def kill(link: KeeperClient, ranks: dict[int, int], config: Config) -> Status:
+    """SIGKILL trainers by pid, all or none. Returns the status from just before."""
+    with contextlib.ExitStack() as stack:
+        pidfds = {pid: open_pidfd(pid, stack) for pid in ranks}
+        status = ask_status(link, config)
+        living = {found.pid: found.rank for found in status.ranks if found.alive}
+        for pid, rank in ranks.items():
+            # The keeper follows its trainers by pidfd: alive now means that ours is the same process.
+            if living.get(pid) != rank:
+                raise KeeperError(f"process {pid} is not the trainer of rank {rank} any more", hint="keepstep status")
+        for pidfd in pidfds.values():
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        for pid, pidfd in pidfds.items():
+            wait_until_dead(pid, pidfd)
+    return status
+
+
+def _after_trainers(status: Status) -> str:
+    back = "the run begins again: no version was complete"
+    if status.step is not None:
+        back = f"restore() gives step {status.step} or a later one back"
+    if status.keeper.launcher_alive:
+        return f"now: the launcher starts the trainers again, and {back}"
+    return f"now: start the job again with the run id {status.run_id!r}, and {back}"
+
+
+def kill_keeper(args: argparse.Namespace, identity: Identity, config: Config) -> int:
+    with connect(identity, config) as link, contextlib.ExitStack() as stack:
+        pid = peer_pid(link)
+        if not pid:
+            raise KeeperError("the keeper lives in another PID namespace", hint="run the drill inside its container")
+        pidfd = open_pidfd(pid, stack)
+        status = ask_status(link, config)  # it answers on this connection: the pidfd is its own
+        risk = "" if status.keeper.holders else " NOBODY ELSE HOLDS THE MEMORY: what it holds will be lost."
+        if not confirmed(f"SIGKILL the keeper (pid {pid}) of run {identity.run_id!r}?{risk}", args):
+            return NOT_CONFIRMED
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        wait_until_dead(pid, pidfd)
+    print(f"killed the keeper (pid {pid})")
+    if status.keeper.holders:
+        print("now: whoever holds the memory starts a new keeper, which adopts it; training does not stop")
+    else:
+        print("now: nothing is held any more; the next trainer starts a new keeper")
+    return 0
+
+
+def kill_node(args: argparse.Namespace, identity: Identity, config: Config) -> int:
+    """Everything of this run on this node, at one instant, as when its power goes."""
+    with connect(identity, config) as link, contextlib.ExitStack() as stack:
+        check_same_namespace(link)
+        check_covered(ask_status(link, config), force=args.force)
+        what = f"every process of run {identity.run_id!r} on node {identity.node_id!r}"
+        if not confirmed(f"SIGKILL {what}?", args):
+            return NOT_CONFIRMED
+        status = ask_status(link, config)
+        check_covered(status, force=args.force)  # training went on meanwhile
+        pidfds = hold_still(link, config, stack)
+        for pidfd in pidfds.values():
+            send(pidfd, signal.SIGKILL)
+        for pid, pidfd in pidfds.items():
+            wait_until_dead(pid, pidfd)
+    print(f"killed all {len(pidfds)} processes of node {identity.node_id}")
+    print(_after_node(status))
+    return 0
+
+
+def check_covered(status: Status, *, force: bool) -> None:
+    """A drill must not cost a run its state by accident."""
+    if not force and losses_left(status) == 0:
+        raise KeeperError(
+            f"this is no drill but a disaster. {of_dead_node(status)}", hint="wait for a protected version; or --force"
+        )
+
+
+def _after_node(status: Status) -> str:
+    if status.protected_step is None:
+        return "now: what this node held is lost"
+    lag = max(0, newest_done(status) - status.protected_step)
+    return (
+        "now: the launchers of the other nodes notice within seconds and wait for a node in its place (a spare, or a "
+        f"launcher that you start); then restore() gives step {status.protected_step} or a later one back "
+        f"({count(lag, 'step')} of {newest_done(status)} done again at most)"
+    )

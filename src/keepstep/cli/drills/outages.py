@@ -1,0 +1,117 @@
+"""`drill freeze-peer` and `cut-link`: a keeper that its peers cannot reach for a while, and how the group heals.
+
+Neither may disturb training: a lost keeper connection stops protection, never the job. What was frozen is
+thawed however the drill ends, SIGKILL excepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+
+from keepstep.cli.client import connect, fetch_status, peer_pid
+from keepstep.cli.cost import away_from, newest_done
+from keepstep.cli.drills.asking import NOT_CONFIRMED, confirmed
+from keepstep.cli.drills.processes import ask_status, check_same_namespace, open_pidfd, send
+from keepstep.cli.signals import ended_in_order
+from keepstep.config import Config
+from keepstep.errors import Error, KeeperError
+from keepstep.identity import Identity
+from keepstep.protocol import CutLinks, Done
+from keepstep.types import Status
+
+HEAL_S = 60.0
+"""From the end of the outage until a newer version is protected; links are back within seconds."""
+POLL_S = 0.2
+NOT_HEALED = 3
+
+
+def freeze_peer(args: argparse.Namespace, identity: Identity, config: Config) -> int:
+    with ended_in_order(), connect(identity, config) as link, contextlib.ExitStack() as stack:
+        check_same_namespace(link)
+        pid = peer_pid(link)
+        pidfd = open_pidfd(pid, stack)
+        before = check_group(ask_status(link, config))
+        question = f"SIGSTOP the keeper (pid {pid}) of node {identity.node_id!r} for {args.seconds:g} s?"
+        if not confirmed(question, args):
+            return NOT_CONFIRMED
+        try:
+            send(pidfd, signal.SIGSTOP)
+            print(f"froze the keeper (pid {pid}) for {args.seconds:g} s", flush=True)
+            time.sleep(args.seconds)
+        finally:
+            send(pidfd, signal.SIGCONT)
+    print("thawed", flush=True)
+    return tell_healing(identity, before)
+
+
+def cut_link(args: argparse.Namespace, identity: Identity, config: Config) -> int:
+    with connect(identity, config) as link:
+        before = check_group(ask_status(link, config))
+        question = f"cut node {identity.node_id!r} off from its peers for {args.seconds:g} s?"
+        if not confirmed(question, args):
+            return NOT_CONFIRMED
+        link.request(CutLinks(args.seconds), Done, timeout_s=config.keeper.request_s)
+    print(f"cut the keeper of {identity.node_id} off from its peers for {args.seconds:g} s", flush=True)
+    mended = time.monotonic() + args.seconds
+    seen = wait_for(identity, lambda status: len(away_from(status)) == len(before.group) - 1, timeout_s=args.seconds)
+    if seen is None:
+        print(f"its links were not seen to end within {args.seconds:g} s")
+    time.sleep(max(0.0, mended - time.monotonic()))
+    print("the links may be made again", flush=True)
+    return tell_healing(identity, before)
+
+
+def check_group(status: Status) -> Status:
+    if len(status.group) < 2:
+        raise KeeperError(
+            "this node has no peers: there is nothing to cut off", hint="a job of several nodes, with parity.losses > 0"
+        )
+    return status
+
+
+def tell_healing(identity: Identity, before: Status) -> int:
+    """What the outage did to the lag, and when a version that is newer than it was protected again."""
+    ended = time.monotonic()
+    after = wait_for(identity, lambda status: True, timeout_s=HEAL_S)
+    if after is None:
+        print(f"NOT HEALED: the keeper does not answer {HEAL_S:g} s later")
+        return NOT_HEALED
+    newest = newest_done(after)
+    marks = f"done {newest}, protected {after.protected_step}"
+    print(f"lag before the outage {_lag(before)}, after it {_lag(after)} ({marks})", flush=True)
+    healed = wait_for(identity, lambda status: _is_healed(status, newest), timeout_s=HEAL_S)
+    if healed is None:
+        print(f"NOT HEALED within {HEAL_S:g} s: keepstep status says why")
+        return NOT_HEALED
+    seconds = time.monotonic() - ended
+    marks = f"step {healed.protected_step} is protected, lag {_lag(healed)}"
+    print(f"healed {seconds:.1f} s later: all peers are there, {marks}")
+    if healed.incarnation != before.incarnation:
+        print(f"but the job was restarted: incarnation {before.incarnation} is now {healed.incarnation}")
+        return NOT_HEALED
+    return 0
+
+
+def _is_healed(status: Status, newest: int) -> bool:
+    """Something that was done before the outage ended is protected on a group that is whole."""
+    return not away_from(status) and status.protected_step is not None and status.protected_step >= newest
+
+
+def _lag(status: Status) -> str:
+    return "unknown" if status.lag_steps is None else str(status.lag_steps)
+
+
+def wait_for(identity: Identity, holds: Callable[[Status], bool], *, timeout_s: float) -> Status | None:
+    """The first status of which it is true; None when none comes in time. A keeper that is busy is asked again."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(Error):
+            status = fetch_status(identity, timeout_s=max(POLL_S, deadline - time.monotonic()))
+            if holds(status):
+                return status
+        time.sleep(POLL_S)
+    return None

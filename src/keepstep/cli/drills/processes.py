@@ -1,0 +1,117 @@
+"""Signals by pidfd, opened before the keeper is asked once more who is who: no pid's next owner is ever hit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from keepstep.cli.client import peer_pid
+from keepstep.client import KeeperClient
+from keepstep.config import Config
+from keepstep.errors import KeeperError
+from keepstep.protocol import ProcessesAre, StatusIs, WantProcesses, WantStatus
+from keepstep.types import Status
+
+DIE_S = 10.0
+"""From SIGKILL to the end of a process: longer only while it is stuck in the kernel."""
+MAX_ROUNDS = 100
+
+
+def ask_status(link: KeeperClient, config: Config) -> Status:
+    answer, _ = link.request(WantStatus(), StatusIs, timeout_s=config.keeper.request_s)
+    return msgspec.json.decode(answer.json, type=Status)
+
+
+def check_same_namespace(link: KeeperClient) -> None:
+    """A pid means the same process here as it does to the keeper, or nothing is killed."""
+    try:
+        same = os.readlink(f"/proc/{peer_pid(link)}/ns/pid") == os.readlink("/proc/self/ns/pid")
+    except OSError:
+        same = False
+    if not same:
+        raise KeeperError("the keeper lives in another PID namespace", hint="run the drill inside its container")
+
+
+def open_pidfd(pid: int, stack: contextlib.ExitStack) -> int:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise KeeperError(f"process {pid} is gone already", hint="keepstep status") from None
+    stack.callback(os.close, pidfd)
+    return pidfd
+
+
+def send(pidfd: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, number)
+
+
+def wait_until_dead(pid: int, pidfd: int) -> None:
+    if not select.select([pidfd], [], [], DIE_S)[0]:
+        raise KeeperError(f"process {pid} is still there {DIE_S:g} s after SIGKILL", hint="it is stuck in the kernel")
+
+
+def hold_still(link: KeeperClient, config: Config, stack: contextlib.ExitStack) -> dict[int, int]:
+    """Stop every process of the node, so that none sees another one die; pidfds by pid. Leaving the stack closes them.
+
+    The keeper knows itself, the launchers and the trainers; data-loader workers and the like are their children.
+    Raises before anything is stopped when the drill itself is among them.
+    """
+    known = _known(link, config)
+    pidfds = {}
+    for pid in known:
+        with contextlib.suppress(KeeperError):
+            pidfds[pid] = open_pidfd(pid, stack)
+    still = _known(link, config)  # the keeper follows them by pidfd: named again means that ours is the same process
+    pidfds = {pid: pidfd for pid, pidfd in pidfds.items() if pid in still}
+    if _ancestry(os.getpid()) & pidfds.keys():
+        raise KeeperError("the drill runs inside the job that it would kill", hint="another shell")
+    for pidfd in pidfds.values():
+        send(pidfd, signal.SIGSTOP)
+    for _ in range(MAX_ROUNDS):  # what is stopped has no more children: this ends
+        new = _children(pidfds) - pidfds.keys()
+        if not new:
+            break
+        for pid in new:
+            with contextlib.suppress(KeeperError):
+                pidfd = open_pidfd(pid, stack)
+                if _parent(pid) in pidfds:
+                    pidfds[pid] = pidfd
+                    send(pidfd, signal.SIGSTOP)
+    return pidfds
+
+
+def _known(link: KeeperClient, config: Config) -> list[int]:
+    """Launchers first: a launcher that runs on would start trainers again."""
+    found, _ = link.request(WantProcesses(), ProcessesAre, timeout_s=config.keeper.request_s)
+    return [*found.launchers, *found.trainers, peer_pid(link)]
+
+
+def _children(pids: Iterable[int]) -> set[int]:
+    found: set[int] = set()
+    for pid in pids:
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found.update(map(int, path.read_text().split()))
+    return found
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _ancestry(pid: int) -> set[int]:
+    found: set[int] = set()
+    while pid > 0 and pid not in found:
+        found.add(pid)
+        pid = _parent(pid)
+    return found

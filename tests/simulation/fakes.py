@@ -1,0 +1,98 @@
+"""Memory, trainers and parity of a simulated node: what survives a keeper's death, and what does not.
+
+A snapshot's bytes are named, not made: the content of a slot is (rank, version). Two ranks, two steps or two
+lives never have the same name, so bytes that are mixed or stale show up as another content.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keepstep.arena.header import Grant, Ledger, Progress
+from keepstep.keeper import events as e
+from keepstep.protocol import ArenaNeed
+from keepstep.recovery.inventory import ParitySet
+from keepstep.types import Incarnation, Version
+
+NEED = ArenaNeed(1, 1, 1)
+
+Content = tuple[int, Version]
+
+
+@dataclass
+class FakeSlot:
+    writing: bool = False
+    content: Content | None = None
+    sealed: Version | None = None
+    damaged: bool = False
+    world_size: int = 1
+    local_size: int = 1
+
+    @property
+    def whole(self) -> Content | None:
+        """What a restart could give back: its writer finished it. Damage is not seen before it is read."""
+        return self.content if not self.writing else None
+
+    def sound(self, content: Content) -> bool:
+        """Sealed for these bytes, and they are still there."""
+        return self.whole == content and self.sealed == content[1] and not self.damaged
+
+
+@dataclass
+class FakeArena:
+    arena_id: str
+    local_index: int
+    generation: int
+    slots: list[FakeSlot]
+    grant: Grant | None = None
+    ledger: Ledger | None = None
+    writer: FakeTrainer | None = None
+
+    def describe(self) -> e.ArenaAdded:
+        """As its headers would be read back."""
+        found = []
+        for index, slot in enumerate(self.slots):
+            rank, version = slot.whole or (0, None)
+            state = "free" if version is None else "sealed" if slot.sealed == version else "committed"
+            found.append(e.SlotFound(index, state, version, rank, slot.world_size, slot.local_size, 1))
+        writer = self.writer
+        progress = None
+        if writer is not None and writer.alive and writer.incarnation is not None:
+            progress = Progress(writer.incarnation, writer.progress, writer.pid)
+        return e.ArenaAdded(
+            self.arena_id, self.local_index, self.generation, 1, NEED, tuple(found), self.ledger, self.grant, progress
+        )
+
+
+@dataclass
+class FakeParity:
+    found: ParitySet
+    damaged: bool = False
+
+
+@dataclass
+class FakeTrainer:
+    """One rank. Its state at a step is (rank, version)."""
+
+    rank: int
+    index: int
+    pid: int
+    conn: int
+    incarnation: Incarnation
+    alive: bool = True
+    stage: str = "registering"
+    """registering, restoring, making room, loading, ready"""
+    progress: int = -1
+    loaded: Version | None = None
+    used_serial: int = -1
+    busy: tuple[str, int, Version] | None = None
+    arena_id: str = ""
+    last_word: e.SnapshotCommitted | e.GrantVoid | None = None
+    heard_until: float = 0.0
+    """messages between a trainer and its keeper come in order"""
+    said_until: float = 0.0
+    died: list[str] = field(default_factory=list)
+
+    @property
+    def ready(self) -> bool:
+        return self.stage == "ready"

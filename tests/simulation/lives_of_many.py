@@ -1,0 +1,62 @@
+"""One life of a simulated job: it starts, things go wrong, and after the last fault everything must heal."""
+
+from __future__ import annotations
+
+from many import Setting, World
+from mayhem import Mayhem
+
+START_S, HEAL_S = 20.0, 40.0
+
+
+def live(seed: int, setting: Setting) -> World:
+    """Raises AssertionError with all that is needed to run it again."""
+    world = World(seed, setting)
+    mayhem = Mayhem(world)
+    try:
+        assert world.run(START_S, lambda: world.rules.covers > 0), "rule 6: nothing was ever protected"
+        for _ in range(world.random.randrange(1, 5)):
+            world.run(world.random.choice([0.0, 0.3, 1.5, 3.0]) * world.random.random())
+            mayhem.strike()
+        heal(world)
+    except AssertionError as error:
+        story = "\n  ".join(mayhem.done)
+        raise AssertionError(f"live({seed}, {setting}) at {world.now:.2f} s: {error}\n  {story}") from error
+    return world
+
+
+def heal(world: World) -> None:
+    """After the last fault: snapshots, protection and every group come back, and go on."""
+    world.run(5.0)  # the last cut, frost or storm is over
+    rules, before = world.rules, world.rules.covers
+    healed = world.run(HEAL_S, lambda: rules.covers >= before + 2 and _all_well(world))
+    assert healed, f"rule 6: not healed: {describe(world)}"
+
+
+def _all_well(world: World) -> bool:
+    number = world.launcher.number
+    cores = [world.machines[node_id].core for node_id in world.launcher.order]
+    return all(
+        core is not None
+        and core.kept.incarnation.number == number
+        and core.kept.protected is not None
+        and core.kept.protected.incarnation.number == number
+        and not core.kept.exposed
+        for core in cores
+    )
+
+
+def describe(world: World) -> str:
+    lines = [f"completed {world.rules.completed}, cover {world.rules.cover and world.rules.cover.version}"]
+    for node_id in world.launcher.order:
+        machine = world.machines[node_id]
+        core = machine.core
+        if core is None:
+            lines.append(f"{node_id}: no keeper")
+            continue
+        lines.append(
+            f"{node_id}: {core.state} {core.incarnation.number} links={[n for n, up in core.links.items() if up]} "
+            f"kept={core.kept.complete}/{core.kept.protected}/{core.kept.target} exposed={core.kept.exposed} "
+            f"open={core.grants.open} trainers={[(t.rank, t.stage, t.progress, t.alive) for t in machine.trainers]} "
+            f"job={core.job and core.job.state} decision={core.decision and core.decision.number}"
+        )
+    return "\n    ".join(lines)

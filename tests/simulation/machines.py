@@ -1,0 +1,602 @@
+"""A simulated node: a real core, and everything around it on paper. It decides nothing of its own.
+
+Effects of the core are carried out in fake time: seals and checks take a while, parity is encoded chunk by chunk from
+what the members hold at that moment, snapshots are fetched or rebuilt from what is really there. A keeper's death loses
+what was under way; arenas and parity stay, as trainers and launcher hold them. A node's death loses everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fakes import NEED, Content, FakeArena, FakeParity, FakeSlot, FakeTrainer
+
+from keepstep.keeper import events as e
+from keepstep.keeper.core import Core
+from keepstep.keeper.words import Failure
+from keepstep.membership import with_own_card
+from keepstep.parity.placement import Placement
+from keepstep.protocol import (
+    ArenaGiven,
+    Complete,
+    Done,
+    Membership,
+    NodeCard,
+    Refused,
+    Register,
+    Registered,
+    RestoreFrom,
+)
+from keepstep.recovery.inventory import ParitySet
+from keepstep.recovery.plan import Piece
+from keepstep.types import Version
+
+if TYPE_CHECKING:
+    from many import World
+
+TICK_S = 0.25
+SAY_S = 0.2
+RETRY_S = 0.2
+TRIES = 3
+READS_PER_MEMBER = 2
+
+
+class Machine:
+    def __init__(self, world: World, node_id: str) -> None:
+        self.world, self.node_id = world, node_id
+        self.alive, self.frozen = True, False
+        self.waiting: list[Callable[[], None]] = []
+        """what happens here when it thaws"""
+        self.core: Core | None = None
+        self.life = 0
+        """counts its keepers"""
+        self.dies_after: int | None = None
+        """the keeper is killed after so many more effects"""
+        self.card = NodeCard(node_id, "", node_id, 0)
+        self.met: dict[str, str] = {}
+        """the keepers it knows, by node: their instances"""
+        self.told: Membership | None = None
+        self.arenas: dict[str, FakeArena] = {}
+        self.parities: dict[str, FakeParity] = {}
+        self.trainers: list[FakeTrainer] = []
+        self.exchange: Exchanging | None = None
+        self.brought: list[Bringing] = []
+        self.adopted: set[str] = set()
+        self.start_keeper()
+
+    # Time
+
+    def at(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Here, later: not if the node dies first, and not while it is frozen."""
+        self.world.later(delay_s, self._happen, call, args)
+
+    def _happen(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if not self.alive:
+            return
+        if self.frozen:
+            self.waiting.append(lambda: self._happen(call, args))
+            return
+        call(*args)
+
+    def in_this_life(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Of the keeper that is there now: what it had under way dies with it."""
+        life = self.life
+        self.at(delay_s, lambda: call(*args) if self.core is not None and self.life == life else None)
+
+    def freeze(self, for_s: float) -> None:
+        self.frozen = True
+        self.world.later(for_s, self._thaw)
+
+    def _thaw(self) -> None:
+        self.frozen = False
+        waiting, self.waiting = self.waiting, []
+        for call in waiting:
+            self.world.later(0.0, call)
+        self.world.network.recompute(self)
+
+    # The keeper
+
+    def start_keeper(self) -> None:
+        """A new one; its holders come in any order, give back what they hold and say who they are."""
+        self.life += 1
+        self.card = NodeCard(self.node_id, f"{self.node_id}.{self.life}", self.node_id, self.life)
+        self.core = Core(self.world.limits, self.card)
+        self.dies_after, self.adopted, self.met = None, set(), {}
+        self.exchange, self.brought = None, []
+        self.in_this_life(self.world.random.uniform(0, TICK_S), self._tick)
+        holders: list[Callable[[], None]] = [self._launcher_comes]
+        holders += [lambda trainer=trainer: self._comes_back(trainer) for trainer in self.trainers if trainer.alive]
+        self.world.random.shuffle(holders)
+        for number, holder in enumerate(holders):
+            self.in_this_life(0.01 + number * self.world.random.choice([0.01, 0.1]), holder)
+
+    def kill_keeper(self) -> None:
+        self.core = None
+        self.world.network.recompute(self)
+        self.at(self.world.random.uniform(0.1, 0.6), self.start_keeper)
+
+    def _tick(self) -> None:
+        self.hear(e.Tick())
+        self.in_this_life(TICK_S, self._tick)
+
+    def hear(self, event: e.Event) -> None:
+        core = self.core
+        if core is None:
+            return
+        for trainer in self.trainers:
+            core.progress[trainer.index] = trainer.progress
+        self.world.handled += 1
+        for effect in core.handle(event, self.world.now):
+            if self.dies_after is not None:
+                self.dies_after -= 1
+                if self.dies_after < 0:
+                    self.kill_keeper()
+                    return
+            _EFFECTS[type(effect)](self, effect)
+        self.world.rules.heard(self)
+
+    def _give_back(self) -> None:
+        """Every holder has duplicates of everything."""
+        found: list[e.Event] = []
+        for arena_id, arena in self.arenas.items():
+            if arena_id not in self.adopted:
+                self.adopted.add(arena_id)
+                found.append(arena.describe())
+        for buffer_id, parity in self.parities.items():
+            if buffer_id not in self.adopted:
+                self.adopted.add(buffer_id)
+                found.append(e.ParityPlaced(parity.found))
+        self.world.random.shuffle(found)
+        for event in found:
+            self.hear(event)
+
+    def _introduce(self) -> None:
+        if self.told is not None and self.told.nodes[self.told.node_rank] != self.card:
+            self.introduce(self.told)
+
+    def introduce(self, told: Membership) -> None:
+        self.told = with_own_card(told, self.card)
+        self.hear(e.MembersSet(self.told))
+
+    def _launcher_comes(self) -> None:
+        self._give_back()
+        self._introduce()
+        self.hear(e.LauncherSeen(1, alive=False))
+
+    def _comes_back(self, trainer: FakeTrainer) -> None:
+        if not trainer.alive:
+            return
+        self._give_back()
+        self._introduce()
+        trainer.conn = next(self.world.ids)
+        self.register(trainer)
+
+    # Trainers
+
+    def start_trainers(self, trainers: list[FakeTrainer]) -> None:
+        self.trainers = trainers
+        for trainer in trainers:
+            if self.core is not None:
+                self.register(trainer)
+
+    def register(self, trainer: FakeTrainer) -> None:
+        setting = self.world.setting
+        register = Register(
+            trainer.rank, setting.world_size, trainer.index, setting.local, trainer.incarnation, "", 0, 1,
+            setting.slots, trainer.progress, rejoin=trainer.ready, arena_id=trainer.arena_id,
+        )  # fmt: skip
+        self.say(trainer, e.TrainerRegisters(trainer.conn, trainer.pid, True, register, 0))
+
+    def say(self, trainer: FakeTrainer, event: e.Event) -> None:
+        """From a trainer to its keeper, in order."""
+        at = max(trainer.said_until, self.world.now + self.world.random.uniform(0, 0.01))
+        trainer.said_until = at
+        conn = trainer.conn
+        self.in_this_life(at - self.world.now, lambda: self.hear(event) if conn == trainer.conn else None)
+
+    def kill_trainer(self, trainer: FakeTrainer) -> None:
+        if trainer.alive:
+            trainer.alive = False
+            self.in_this_life(self.world.random.uniform(0, 0.05), self.hear, e.ProcessDied(trainer.pid))
+            self.world.launcher.notice(trainer)
+
+    def _send(self, effect: e.Send) -> None:
+        trainer = next((t for t in self.trainers if t.conn == effect.conn), None)
+        if isinstance(effect.message, Complete):
+            self.world.rules.promised(self, effect.message.version)
+        if trainer is None or not trainer.alive:
+            return
+        at = max(trainer.heard_until, self.world.now + self.world.random.uniform(0, 0.01))
+        trainer.heard_until = at
+        conn = trainer.conn
+        self.at(at - self.world.now, lambda: self._told(trainer, effect.message) if conn == trainer.conn else None)
+
+    def _told(self, trainer: FakeTrainer, message: Any) -> None:
+        if not trainer.alive:
+            return
+        if isinstance(message, Refused):
+            self.world.rules.refused(trainer, message)
+            trainer.died.append(message.message)
+            self.kill_trainer(trainer)
+        elif isinstance(message, Registered):
+            assert message.incarnation == trainer.incarnation
+            self._go_on(trainer)
+        elif isinstance(message, RestoreFrom) and trainer.stage == "restoring":
+            self.world.rules.restored(self, trainer, message)
+            trainer.loaded, trainer.stage = message.version, "making room"
+            trainer.progress = message.version.step if message.version else -1
+            self._go_on(trainer)
+        elif isinstance(message, ArenaGiven) and trainer.stage == "making room":
+            trainer.arena_id, trainer.stage = message.arena_id, "loading"
+            self.arenas[message.arena_id].writer = trainer
+            self._go_on(trainer)
+        elif isinstance(message, Done) and trainer.stage == "loading":
+            trainer.stage = "ready"
+            self.world.job.ready(trainer)
+        elif trainer.last_word is not None and getattr(message, "version", None) == trainer.last_word.version:
+            trainer.last_word = None
+
+    def _go_on(self, trainer: FakeTrainer) -> None:
+        """Ask for what comes next; asked again of a new keeper."""
+        if trainer.stage == "registering":
+            trainer.stage = "restoring"
+        if trainer.stage == "restoring":
+            self.say(trainer, e.RestoreWanted(trainer.conn, 1))
+        elif trainer.stage == "making room":
+            self.say(trainer, e.ArenaWanted(trainer.conn, 2, NEED, self.world.setting.slots, 0))
+        elif trainer.stage == "loading":
+            step = trainer.loaded.step if trainer.loaded else None
+            self.say(trainer, e.RankLoaded(trainer.conn, 3, step))
+        elif trainer.last_word is not None:
+            self.say(trainer, msgspec_replace_conn(trainer.last_word, trainer.conn))
+
+    def take(self, trainer: FakeTrainer) -> None:
+        """One step of the rank, and the snapshot that it was granted."""
+        if not trainer.alive:
+            return
+        trainer.progress += 1
+        self.world.job.stepped(trainer)
+        arena = self.arenas[trainer.arena_id]
+        grant = arena.grant
+        if trainer.busy or grant is None or grant.incarnation != trainer.incarnation:
+            return
+        if grant.serial <= trainer.used_serial or trainer.progress < grant.step:
+            return
+        trainer.used_serial = grant.serial
+        version = Version(trainer.incarnation, trainer.progress)
+        if self.world.random.random() < self.world.void_rate:
+            self._say_word(trainer, e.GrantVoid(trainer.conn, version, "cannot"))
+            return
+        slot = arena.slots[grant.slot]
+        self.world.rules.written(self, slot)
+        slot.writing, slot.content, slot.damaged = True, (trainer.rank, version), False
+        slot.world_size, slot.local_size = self.world.setting.world_size, self.world.setting.local
+        trainer.busy = (arena.arena_id, grant.slot, version)
+        self.world.rules.memory_changed()
+        self.at(self.world.random.uniform(0.02, 0.3), self._finish_copy, trainer)
+
+    def _finish_copy(self, trainer: FakeTrainer) -> None:
+        if not trainer.alive:
+            return
+        assert trainer.busy is not None
+        arena_id, slot, version = trainer.busy
+        trainer.busy = None
+        if self.world.random.random() < self.world.void_rate:
+            self._say_word(trainer, e.GrantVoid(trainer.conn, version, "the copy failed"))
+            return
+        self.arenas[arena_id].slots[slot].writing = False
+        self._say_word(trainer, e.SnapshotCommitted(trainer.conn, arena_id, slot, version))
+
+    def _say_word(self, trainer: FakeTrainer, word: e.SnapshotCommitted | e.GrantVoid) -> None:
+        trainer.last_word = word
+        self.say(trainer, word)
+
+    # Memory
+
+    def slots(self) -> list[FakeSlot]:
+        return [slot for arena in self.arenas.values() for slot in arena.slots]
+
+    def holds(self, content: Content) -> bool:
+        """Sealed and sound: what a peer that asks for it would get."""
+        return any(slot.sound(content) for slot in self.slots())
+
+    def manifest(self, version: Version) -> tuple[int, ...]:
+        """The ranks whose snapshots of a version are sealed here, whatever their bytes are by now."""
+        return tuple(sorted({s.whole[0] for s in self.slots() if s.whole and s.whole[1] == version == s.sealed}))
+
+    def _write_grant(self, effect: e.WriteGrant) -> None:
+        self.arenas[effect.arena_id].grant = effect.grant
+
+    def _write_ledger(self, effect: e.WriteLedger) -> None:
+        for arena in self.arenas.values():
+            if self.dies_after == 0 and self.world.random.random() < 0.3:
+                break
+            arena.ledger = effect.ledger
+
+    def _seal(self, effect: e.SealSlot) -> None:
+        self.in_this_life(self.world.random.uniform(0.005, 0.1), self._sealed, effect)
+
+    def _sealed(self, effect: e.SealSlot) -> None:
+        arena = self.arenas.get(effect.arena_id)
+        if arena is None:
+            return
+        slot = arena.slots[effect.slot]
+        rank, version = slot.whole or (0, None)
+        fits = version is not None and effect.version in (None, version)
+        again = fits and slot.sealed == version
+        late = effect.newer_than is not None and version is not None and version <= effect.newer_than
+        if fits and (again or not late):
+            slot.sealed = version
+            where = (rank, slot.world_size, slot.local_size, 1)
+            self.hear(e.SlotSealed(arena.arena_id, effect.slot, version, *where))
+        else:
+            self.hear(e.SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, "not whole"))
+
+    def _verify(self, effect: e.VerifySlot) -> None:
+        self.in_this_life(self.world.random.uniform(0.005, 0.1), self.verify, effect.arena_id, effect.slot, effect.version)
+
+    def verify(self, arena_id: str, index: int, version: Version) -> None:
+        arena = self.arenas.get(arena_id)
+        if arena is None:
+            return
+        slot = arena.slots[index]
+        sound = slot.whole is not None and slot.sound((slot.whole[0], version))
+        self.hear(e.SlotVerified(arena_id, index, version, "" if sound else "does not match its checksum"))
+
+    def _create(self, effect: e.CreateArena) -> None:
+        self.in_this_life(self.world.random.uniform(0.01, 0.1), self._created, effect)
+
+    def _created(self, effect: e.CreateArena) -> None:
+        wanted = effect.wanted
+        trainer = next((t for t in self.trainers if t.conn == wanted.conn and t.alive), None)
+        if trainer is None:
+            return
+        arena = self.new_arena(effect.local_index, effect.generation, wanted.slots)
+        self.hear(arena.describe())
+        self._send(e.Send(wanted.conn, ArenaGiven(arena.arena_id, 1, True, wanted.ticket)))
+
+    def new_arena(self, local_index: int, generation: int, slots: int) -> FakeArena:
+        arena_id = f"{self.node_id}/{local_index}.{generation}.{next(self.world.ids)}"
+        arena = FakeArena(arena_id, local_index, generation, [FakeSlot() for _ in range(slots)])
+        self.arenas[arena_id] = arena
+        self.adopted.add(arena_id)
+        return arena
+
+    def _drop(self, effect: e.DropArena) -> None:
+        del self.arenas[effect.arena_id]
+        self.world.rules.memory_changed()
+
+    def _kill(self, effect: e.Kill) -> None:
+        pids = [t for t in (*self.trainers, *self.world.launcher.old) if t.pid == effect.pid]
+        for trainer in pids:
+            self.at(self.world.random.uniform(0.0, 0.2), self._killed, trainer)
+
+    def _killed(self, trainer: FakeTrainer) -> None:
+        if trainer.alive:
+            self.kill_trainer(trainer)
+
+    def _ends(self, effect: e.End) -> None:
+        raise AssertionError(f"{self.node_id}: the keeper ended: {effect.reason}")
+
+    # Peers
+
+    def _tell(self, effect: e.Tell) -> None:
+        self.world.network.send(self, effect)
+
+    def _meet(self, effect: e.Meet) -> None:
+        self.met = {card.node_id: card.instance for card in effect.cards}
+        self.world.network.recompute(self)
+
+    def _start_exchange(self, effect: e.StartExchange) -> None:
+        self.exchange = Exchanging(self, effect)
+
+    def _stop_exchange(self, effect: e.StopExchange) -> None:
+        if self.exchange is not None and self.exchange.effect.key == effect.key:
+            self.exchange.stopped = True
+            self.exchange = None
+
+    def _free_parity(self, effect: e.FreeParity) -> None:
+        self.parities.pop(effect.buffer_id, None)
+        self.world.rules.memory_changed()
+
+    def _bring_in(self, effect: e.BringIn) -> None:
+        self.brought.append(Bringing(self, effect))
+
+    def _give_up(self, effect: e.GiveUpBringing) -> None:
+        for one in self.brought:
+            one.stopped = one.stopped or one.effect.plan <= effect.plan
+
+
+def msgspec_replace_conn(word: e.SnapshotCommitted | e.GrantVoid, conn: int) -> e.Event:
+    if isinstance(word, e.SnapshotCommitted):
+        return e.SnapshotCommitted(conn, word.arena_id, word.slot, word.version)
+    return e.GrantVoid(conn, word.version, word.reason)
+
+
+class Exchanging:
+    """One exchange of one node: every member's data is read twice, at different times, before parity is placed."""
+
+    def __init__(self, machine: Machine, effect: e.StartExchange) -> None:
+        self.machine, self.effect, self.world = machine, effect, machine.world
+        self.stopped, self.tries, self.moved, self.said_at = False, 0, 0, -1.0
+        self.ranks: dict[str, tuple[int, ...]] = {}
+        self.pace_s = self.world.random.choice([0.01, 0.03, 0.1])
+        self.reads = list(effect.members) * READS_PER_MEMBER
+        self._next(self.pace_s)
+
+    def _next(self, delay_s: float) -> None:
+        self.machine.in_this_life(delay_s * self.world.random.uniform(0.5, 1.5), self._read)
+
+    def _read(self) -> None:
+        machine, effect = self.machine, self.effect
+        if self.stopped:
+            return
+        member = self.reads[0]
+        source = self.world.machines.get(member)
+        if member != machine.node_id and (source is None or not self.world.network.reaches(machine.node_id, member)):
+            self._next(RETRY_S)  # patient: a peer that cannot be reached is asked again until somebody stops this
+            return
+        assert source is not None
+        version = effect.key.version
+        ranks = self.ranks.setdefault(member, source.manifest(version))
+        bad = [rank for rank in ranks if not source.holds((rank, version))]
+        if not ranks or bad:
+            self._failed(source, bad)
+            return
+        self.reads.pop(0)
+        self.moved += 1
+        if not self.reads:
+            self._placed()
+            return
+        if self.world.now - self.said_at >= SAY_S:
+            self.said_at = self.world.now
+            machine.hear(e.ExchangeMoved(effect.key, self.moved))
+        self._next(self.pace_s)
+
+    def _failed(self, source: Machine, bad: list[int]) -> None:
+        self.tries += 1
+        if self.tries < TRIES:
+            self._next(RETRY_S)
+            return
+        for rank in bad:  # the source looks at what it sent
+            for arena in source.arenas.values():
+                for index, slot in enumerate(arena.slots):
+                    if slot.whole == (rank, self.effect.key.version) and slot.sealed == self.effect.key.version:
+                        source.in_this_life(0.02, source.verify, arena.arena_id, index, slot.sealed)
+        problem = f"{source.node_id} does not have what its manifest says"
+        self.machine.hear(e.ExchangeMoved(self.effect.key, self.moved, problem))
+
+    def _placed(self) -> None:
+        machine, effect = self.machine, self.effect
+        found = ParitySet(
+            effect.key, effect.losses, effect.members.index(machine.node_id), effect.members,
+            tuple(self.ranks[member] for member in effect.members), self.world.setting.world_size,
+            f"{machine.node_id}/parity{next(self.world.ids)}",
+        )  # fmt: skip
+        machine.parities[found.buffer_id] = FakeParity(found)
+        machine.adopted.add(found.buffer_id)
+        self.world.rules.parity_placed(machine)
+        machine.hear(e.ParityPlaced(found, self.moved))
+
+
+class Bringing:
+    """A rank's snapshot on its way here: it arrives if its sources really have it."""
+
+    def __init__(self, machine: Machine, effect: e.BringIn) -> None:
+        self.machine, self.effect, self.world = machine, effect, machine.world
+        self.stopped, self.tries = False, 0
+        self.place: tuple[FakeArena, int] | None = None
+        self._next(self.world.random.choice([0.05, 0.3]))
+
+    def _next(self, delay_s: float) -> None:
+        self.machine.in_this_life(delay_s * self.world.random.uniform(0.5, 1.5), self._try)
+
+    def _try(self) -> None:
+        machine, effect, piece = self.machine, self.effect, self.effect.piece
+        if self.stopped:
+            machine.hear(e.BroughtIn(effect.plan, piece.rank, "", 0, None))
+            return
+        failed = self._failed_source(piece)
+        if failed is not None:
+            self.tries += 1
+            if self.tries < TRIES:
+                self._next(RETRY_S)
+                return
+            machine.hear(e.BroughtIn(effect.plan, piece.rank, "", 0, None, (failed,)))
+            return
+        if self.place is None:  # its first bytes are here: from now on the slot is being written
+            self._begin()
+            self._next(0.05)
+            return
+        arena, index = self.place
+        slot = arena.slots[index]
+        slot.writing, slot.sealed = False, piece.version
+        self._done(arena, index)
+
+    def _begin(self) -> None:
+        effect, piece = self.effect, self.effect.piece
+        arena, index = self.machine.arenas.get(effect.arena_id), effect.slot
+        if arena is None:
+            generation = effect.generation
+            arena, index = FakeArena("", effect.local_index, generation, [FakeSlot() for _ in range(effect.slots)]), 0
+        slot = arena.slots[index]
+        self.world.rules.written(self.machine, slot)
+        slot.writing, slot.content, slot.damaged = True, (piece.rank, piece.version), False
+        slot.world_size, slot.local_size = self.world.setting.world_size, effect.local_world_size
+        self.place = (arena, index)
+        self.world.rules.memory_changed()
+
+    def _done(self, arena: FakeArena, index: int) -> None:
+        machine, effect, piece = self.machine, self.effect, self.effect.piece
+        core = machine.core
+        assert core is not None
+        if not arena.arena_id:
+            if core.decision is None or core.decision.number != effect.plan:
+                return
+            arena.arena_id = f"{machine.node_id}/{effect.local_index}.{effect.generation}.{next(self.world.ids)}"
+            machine.arenas[arena.arena_id] = arena
+            machine.adopted.add(arena.arena_id)
+            machine.hear(arena.describe())
+        where = (piece.rank, self.world.setting.world_size, effect.local_world_size, 1)
+        sealed = e.SlotSealed(arena.arena_id, index, piece.version, *where)
+        machine.hear(e.BroughtIn(effect.plan, piece.rank, arena.arena_id, index, sealed))
+
+    def _failed_source(self, piece: Piece) -> Failure | None:
+        """The first source that does not give what the plan counts on, as `keeper.bringing` would say it."""
+        for node_id, rank in self._sources(piece):
+            source = self.world.machines.get(node_id)
+            if source is None or not self.world.network.reaches(self.machine.node_id, node_id):
+                return Failure(self.effect.plan, node_id, rank, piece.version, False, f"{node_id} is away")
+            if rank >= 0:
+                good = source.holds((rank, piece.version))
+            else:
+                assert piece.rebuild is not None
+                key = piece.rebuild.key
+                good = any(p.found.key == key and not p.damaged for p in source.parities.values())
+            if not good:
+                return Failure(self.effect.plan, node_id, rank, piece.version, True, f"{node_id} sends rubbish")
+        return None
+
+    def _sources(self, piece: Piece) -> list[tuple[str, int]]:
+        """(node, rank or -1 for parity) of all that is read."""
+        rebuild = piece.rebuild
+        if rebuild is None:
+            return [(piece.node_id, piece.rank)]
+        placement = Placement(len(rebuild.ranks), rebuild.losses)
+        found: dict[tuple[str, int], None] = {}
+        for stripe in placement.data_stripes(rebuild.position):
+            left = 0
+            for position in placement.sources(stripe):
+                if "" not in rebuild.data[position]:
+                    left += 1
+                    ranks = zip(rebuild.data[position], rebuild.ranks[position], strict=True)
+                    found.update(dict.fromkeys(ranks))
+            for holder in placement.parity_holders(stripe):
+                if left < placement.k and rebuild.parity[holder]:
+                    left += 1
+                    found[rebuild.parity[holder], -1] = None
+            assert left == placement.k, "a plan that cannot be carried out"
+        return list(found)
+
+
+_EFFECTS: dict[type, Callable[[Machine, Any], None]] = {
+    e.Send: Machine._send,
+    e.WriteGrant: Machine._write_grant,
+    e.WriteLedger: Machine._write_ledger,
+    e.SealSlot: Machine._seal,
+    e.VerifySlot: Machine._verify,
+    e.CreateArena: Machine._create,
+    e.DropArena: Machine._drop,
+    e.Kill: Machine._kill,
+    e.End: Machine._ends,
+    e.Log: lambda machine, effect: None,
+    e.Tell: Machine._tell,
+    e.Meet: Machine._meet,
+    e.BringIn: Machine._bring_in,
+    e.GiveUpBringing: Machine._give_up,
+    e.StartExchange: Machine._start_exchange,
+    e.StopExchange: Machine._stop_exchange,
+    e.FreeParity: Machine._free_parity,
+}
