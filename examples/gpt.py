@@ -1,9 +1,15 @@
-"""A small character-level GPT that keeps every step: one file, CPU, about twenty seconds.
+"""A small character-level GPT, sharded over its ranks (FSDP2), that keeps every step: one file, CPU, twenty seconds.
 
 Two ranks under torchrun; kill any trainer with `kill -9` while it runs, and it goes on from the step it was at:
 
     torchrun --nnodes=1 --nproc-per-node=2 --rdzv-backend=keepstep --rdzv-id=gpt-1 \\
         --rdzv-endpoint=localhost:0 --max-restarts=20 examples/gpt.py
+
+Several nodes; kill a whole one, start its line again there or elsewhere, and its shards are rebuilt from parity. The
+store is best served by a machine that does not train (`keepstep store --bind HOST:29400`); on every node:
+
+    torchrun --nnodes=4 --nproc-per-node=1 --rdzv-backend=keepstep --rdzv-id=gpt-1 \\
+        --rdzv-endpoint=HOST:29400 --max-restarts=100 examples/gpt.py
 
 One process without a launcher; after a kill, the same command again goes on:
 
@@ -32,7 +38,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
@@ -44,9 +51,9 @@ def train(options: argparse.Namespace) -> None:
     text = Path(options.text).read_text(encoding="ascii")
     shape = Shape(vocabulary=len(set(text)))
     make_reproducible(options.seed)
-    model: nn.Module = GPT(shape)
+    model = GPT(shape)
     if world_size > 1:
-        model = DistributedDataParallel(model)
+        shard(model)
     optimizer = AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = CosineAnnealingLR(optimizer, T_max=options.steps, eta_min=2e-4)
     batches = Batches(text, context=shape.context, size=options.batch, seed=options.seed * 1000 + rank)
@@ -56,7 +63,7 @@ def train(options: argparse.Namespace) -> None:
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches}
     with keepstep.Snapshotter(state) as snapshots:
         restored = snapshots.restore()  # None on a first start
-        log.begin(incarnation=snapshots.status().incarnation, pids=gather_pids(), restored=restored)
+        log.begin(incarnation=snapshots.status().incarnation, ranks=gather_ranks(restored), restored=restored)
         for step in range(restored.step + 1 if restored else 0, options.steps):
             loss = train_one_step(model, optimizer, scheduler, batches)
             snapshots.take(step)  # returns before the copy has finished
@@ -73,7 +80,7 @@ def train_one_step(model: nn.Module, optimizer: Optimizer, scheduler: LRSchedule
     optimizer.zero_grad(set_to_none=True)
     loss: Tensor = model(*batches.draw())
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # over all shards
     optimizer.step()
     scheduler.step()
     mean = loss.detach().clone()
@@ -155,6 +162,13 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def shard(model: GPT) -> None:
+    """Every rank keeps its own part of each parameter, of its gradient and of what the optimizer makes of it."""
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+
 # The data
 
 
@@ -202,13 +216,13 @@ def make_reproducible(seed: int) -> None:
     np.random.seed(seed)
 
 
-def gather_pids() -> list[int]:
-    mine = torch.tensor([os.getpid()])
-    if not dist.is_initialized():
-        return [int(mine)]
-    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return [int(pid) for pid in everyone]
+def gather_ranks(restored: keepstep.Restored | None) -> list[tuple[int, str, str]]:
+    """By rank: process, node, and where its state came from ("" on a first start)."""
+    mine = (os.getpid(), os.environ.get("KEEPSTEP_NODE_ID", ""), restored.source.value if restored else "")
+    everyone = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 # The evidence
@@ -222,13 +236,16 @@ class Log:
         self.silent = silent
         self.incarnation = 0
 
-    def begin(self, *, incarnation: int, pids: list[int], restored: keepstep.Restored | None) -> None:
+    def begin(
+        self, *, incarnation: int, ranks: list[tuple[int, str, str]], restored: keepstep.Restored | None
+    ) -> None:
         self.incarnation = incarnation
-        self.write(event="started", pids=pids)
+        pids, nodes, sources = map(list, zip(*ranks, strict=True))
+        self.write(event="started", pids=pids, nodes=nodes)
         if restored:
-            source, seconds = restored.source.value, restored.duration_s
-            self.say(f"restored step {restored.step} from {source} in {seconds:.2f} s")
-            self.write(event="restored", step=restored.step, source=source, seconds=seconds)
+            seconds = restored.duration_s
+            self.say(f"restored step {restored.step} from {' '.join(sources)} in {seconds:.2f} s")
+            self.write(event="restored", step=restored.step, sources=sources, seconds=seconds)
 
     def step(self, step: int, loss: float) -> None:
         self.say(f"step {step:4d}  loss {loss:.4f}")
@@ -262,6 +279,8 @@ def digest(value: Any) -> str:
         return sha256("mapping", content.encode())
     if isinstance(value, list | tuple):
         return sha256(type(value).__name__, "".join(digest(item) for item in value).encode())
+    if isinstance(value, DTensor):
+        value = value.to_local()
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):

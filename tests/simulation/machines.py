@@ -128,14 +128,17 @@ class Machine:
         for trainer in self.trainers:
             core.progress[trainer.index] = trainer.progress
         self.world.handled += 1
-        for effect in core.handle(event, self.world.now):
+        effects = core.handle(event, self.world.now)
+        if self.world.trace is not None:
+            self.world.trace.append((self.world.now, self.node_id, event, effects))
+        self.world.rules.heard(self)  # what was decided counts from now on; then it is carried out
+        for effect in effects:
             if self.dies_after is not None:
                 self.dies_after -= 1
                 if self.dies_after < 0:
                     self.kill_keeper()
                     return
             _EFFECTS[type(effect)](self, effect)
-        self.world.rules.heard(self)
 
     def _give_back(self) -> None:
         """Every holder has duplicates of everything."""

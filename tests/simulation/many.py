@@ -50,6 +50,8 @@ class World:
         )  # fmt: skip
         self.now = 0.0
         self.handled = 0
+        self.trace: list[tuple[float, str, e.Event, list[e.Effect]]] | None = None
+        """set it to [] to see what every keeper heard and did"""
         self.ids = itertools.count(1)
         self.drop_rate, self.twice_rate, self.slow_rate, self.void_rate = 0.02, 0.03, 0.08, 0.02
         self.step_s = self.random.uniform(0.1, 0.4)

@@ -53,7 +53,8 @@ class Rules:
         self.hurt: set[tuple[str, Version]] = set()
         """what the simulation itself damaged: (node, version)"""
         self.decided: dict[Incarnation, Version | None] = {}
-        self._marks: dict[str, Orders] = {}
+        self._marks: dict[tuple[str, int], Orders] = {}
+        """by node and life of its keeper"""
         self._seen: Orders | None = None
         self.most_parities = 0
 
@@ -63,8 +64,9 @@ class Rules:
         core = machine.core
         if core is None:
             return
-        if core.kept is not self._marks.get(machine.node_id):
-            self._check_marks(machine.node_id, core.kept)
+        who = (machine.node_id, machine.life)
+        if core.kept is not self._marks.get(who):
+            self._check_marks(who, core.kept)
         if core.job is not None and core.job.orders is not self._seen and self._current(machine):
             self._seen = orders = core.job.orders
             if orders.exposed:
@@ -157,27 +159,38 @@ class Rules:
         return data and any(p.found.key == cover.key and not p.damaged for p in machine.parities.values())
 
     def _survives(self, cover: Cover, group: ParitySet, hurt: set[int]) -> bool:
-        """By brute force: every loss that the code still has to cover, from what is really there."""
+        """By brute force: every loss that the code still has to cover, and any version that is new enough."""
         present = {machine.node_id: machine for machine in self._present()}
         for more in range(group.losses - len(hurt) + 1):
             for lost in itertools.combinations(present, more):
                 left = [machine for node_id, machine in present.items() if node_id not in lost]
-                if not self._can_be_had(cover, group, left):
+                if not any(self._can_be_had(version, left) for version in self._versions(cover.version, left)):
                     return False
         return True
 
-    def _can_be_had(self, cover: Cover, group: ParitySet, left: list[Machine]) -> bool:
-        data_lost = {
-            p
-            for p, ranks in enumerate(group.ranks)
-            if not all(any(machine.holds((rank, cover.version)) for machine in left) for rank in ranks)
+    def _versions(self, floor: Version, left: list[Machine]) -> set[Version]:
+        return {slot.whole[1] for machine in left for slot in machine.slots() if slot.whole and slot.whole[1] >= floor}
+
+    def _can_be_had(self, version: Version, left: list[Machine]) -> bool:
+        """All its ranks, from what these nodes hold."""
+        held = {
+            slot.whole[0]
+            for machine in left
+            for slot in machine.slots()
+            if slot.whole and slot.whole[1] == version and not slot.damaged
         }
-        parity_lost = set(range(len(group.members)))
+        sets: dict[tuple[SetKey, tuple[str, ...]], list[ParitySet]] = {}
         for machine in left:
             for parity in machine.parities.values():
-                if parity.found.key == cover.key and not parity.damaged:
-                    parity_lost.discard(parity.found.position if parity.found.members == group.members else -1)
-        return not data_lost or not recoverable(len(group.members), group.losses, data_lost, parity_lost)
+                if parity.found.key.version == version and not parity.damaged:
+                    sets.setdefault((parity.found.key, parity.found.members), []).append(parity.found)
+        for (_, members), found in sets.items():
+            group = found[0]
+            data_lost = {p for p, ranks in enumerate(group.ranks) if not held.issuperset(ranks)}
+            parity_lost = set(range(len(members))) - {one.position for one in found}
+            if not recoverable(len(members), group.losses, data_lost, parity_lost):
+                held.update(rank for ranks in group.ranks for rank in ranks)
+        return len(held) == self.world.setting.world_size
 
     # What the simulation may do, and what it excuses
 
@@ -219,9 +232,10 @@ class Rules:
 
     # 4: marks
 
-    def _check_marks(self, node_id: str, orders: Orders) -> None:
-        before = self._marks.get(node_id)
-        self._marks[node_id] = orders
+    def _check_marks(self, who: tuple[str, int], orders: Orders) -> None:
+        before = self._marks.get(who)
+        self._marks[who] = orders
+        node_id = who[0]
         if before is None or before.incarnation != orders.incarnation:
             return
         assert (before.protected or orders.protected) is None or (

@@ -316,7 +316,7 @@ def test_rank_that_stores_a_part_restores_from_the_arenas_of_all(
 
     fresh = make_state(seed=5)
     snapshots = begin(fresh, settings)
-    with pytest.raises((IntegrityError, RecoveryError), match="did not say where|not on this node"):
+    with pytest.raises((IntegrityError, RecoveryError), match=r"did not say where|not on this node"):
         snapshots.restore()
     snapshots.close(finished=False)
     with given_sources(run, monkeypatch) as fds:

@@ -292,6 +292,7 @@ class Network:
     def close(self) -> None:
         if self._cut is not None:
             self._cut.cancel()
+        self._closing.set()
         running: list[Exchange | Bringing] = [*self._bringing, *([self._exchange] if self._exchange else [])]
         for one in running:
             self._retire(one)
@@ -299,6 +300,7 @@ class Network:
         self.peers.close()
         for one in self._ending:
             one.join(JOIN_S)
+        self.forget_gathered()
         self._pool.close()
         for held in self.parities.values():
             held.close()

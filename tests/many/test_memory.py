@@ -1,0 +1,75 @@
+"""What a node's memory holds after many versions, and that nothing is left when its keeper ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from clones import rest
+from nodes import Run, running
+
+from keepstep.parity.placement import memory_bytes
+
+MB = 1_000_000
+# Headers, tables and the room for values that grow: pages, not parts of the state.
+SMALL = 2 << 20
+
+
+def test_memory_is_what_the_formula_says_after_thirty_versions(place: Path) -> None:
+    with running(place, losses=1, size_bytes=12 * MB, growth=0) as run:
+        run.add("a", "b", "c", "d")
+        run.start(["a", "b", "c", "d"])
+        versions = {run.protect() for _ in range(30)}
+        assert len(versions) == 30
+        rest(run)
+        expected = memory_bytes(
+            slots=2, unique_bytes=12 * MB, largest_unique_bytes=12 * MB, n=4, m=1, window_bytes=0
+        )  # fmt: skip
+        for node in run.nodes.values():
+            found = memfd_bytes(node.keeper.held_fds().values()) + node.keeper.network._pool.size_bytes
+            assert expected * 0.97 <= found <= expected * 1.03 + SMALL, f"{found:,} where {expected:,} are expected"
+            status = node.status()
+            assert status.memory_bytes + status.parity_bytes == found
+
+
+def memfd_bytes(fds: object) -> int:
+    return sum(os.fstat(fd).st_blocks * 512 for fd in fds)  # type: ignore[attr-defined]
+
+
+def test_nothing_is_left_of_keepers_that_ended(place: Path) -> None:
+    train(place)  # imports, pools of the interpreter
+    before, names = descriptors(), {thread.name for thread in threading.enumerate()}
+    for _ in range(3):
+        train(place)
+    assert descriptors() == before
+    assert {thread.name for thread in threading.enumerate()} <= names
+
+
+def train(place: Path) -> None:
+    with running(place, losses=1) as run:
+        run.add("a", "b", "c")
+        run.start(["a", "b", "c"])
+        run.protect()
+        run.nodes["b"].kill()
+        run.add("b'")
+        run.start(["a", "b'", "c"])
+        run.protect()
+        stop_in_the_middle(run)
+
+
+def stop_in_the_middle(run: Run) -> None:
+    """Keepers end while an exchange runs and a trainer has a grant."""
+    run.train(2)
+
+
+def descriptors() -> dict[str, int]:
+    """Open ones by what they point to, numbers of sockets left out."""
+    found: dict[str, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}").split(":[")[0]
+        except OSError:
+            continue
+        found[target] = found.get(target, 0) + 1
+    return found
