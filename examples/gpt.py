@@ -236,9 +236,7 @@ class Log:
         self.silent = silent
         self.incarnation = 0
 
-    def begin(
-        self, *, incarnation: int, ranks: list[tuple[int, str, str]], restored: keepstep.Restored | None
-    ) -> None:
+    def begin(self, *, incarnation: int, ranks: list[tuple[int, str, str]], restored: keepstep.Restored | None) -> None:
         self.incarnation = incarnation
         pids, nodes, sources = map(list, zip(*ranks, strict=True))
         self.write(event="started", pids=pids, nodes=nodes)

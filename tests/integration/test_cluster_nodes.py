@@ -78,6 +78,17 @@ def test_two_spares_wait_until_a_node_is_lost_and_one_of_them_gets_its_place() -
         assert cluster.incarnation == 2, "one loss, one round"
 
 
+def test_a_spare_that_was_not_needed_ends_with_the_job() -> None:
+    with LocalCluster(nodes=2, script=SCRIPT, arguments=["200", "0.05", "1", "plain"]) as cluster:
+        cluster.train(until=5)
+        spare = cluster.add_spare()
+        assert len(cluster.result()) == 2
+        assert cluster.incarnation == 1
+        assert spare.agent is not None
+        assert spare.agent.wait(30) == 0, spare.log.read_text()
+        assert "this spare was not needed" in spare.log.read_text()
+
+
 def test_a_frozen_node_is_given_up_and_waits_as_a_spare_when_it_thaws() -> None:
     with LocalCluster(nodes=2, spares=1, script=SCRIPT, arguments=[LONG, "0.05", "1", "plain"]) as cluster:
         cluster.train(until=20)

@@ -550,7 +550,8 @@ class Bringing:
         """The first source that does not give what the plan counts on, as `keeper.bringing` would say it."""
         for node_id, rank in self._sources(piece):
             source = self.world.machines.get(node_id)
-            if source is None or not self.world.network.reaches(self.machine.node_id, node_id):
+            away = node_id != self.machine.node_id and not self.world.network.reaches(self.machine.node_id, node_id)
+            if source is None or away:
                 return Failure(self.effect.plan, node_id, rank, piece.version, False, f"{node_id} is away")
             if rank >= 0:
                 good = source.holds((rank, piece.version))

@@ -100,7 +100,8 @@ class Rules:
         job = self._coordinator()
         if self._current(machine):
             self.completed = max(self.completed or version, version)
-            if job is None or not job.exposed:
+            damaged = any(version == hurt for _, hurt in self.hurt)
+            if not damaged and (job is None or not job.exposed):
                 self.promise = max(self.promise or version, version)
         self.memory_changed()
 
@@ -148,7 +149,7 @@ class Rules:
 
     def _hurt(self, group: ParitySet, version: Version) -> set[int]:
         """Positions that the simulation took away or damaged."""
-        present = {machine.node_id for machine in self._present()}
+        present = {machine.node_id for machine in self._present()} - self.world.launcher.unwanted
         return {
             p for p, node_id in enumerate(group.members) if node_id not in present or (node_id, version) in self.hurt
         }

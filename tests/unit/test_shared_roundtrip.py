@@ -18,11 +18,14 @@ from keepstep import layout as layouts
 from keepstep.arena.chunks import chunk_spans, read_table
 from keepstep.arena.slots import DIGEST_BYTES, Arena
 from keepstep.config import ParityConfig, TakeConfig
-from keepstep.layout import CHUNK_BYTES, Layout
+from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece
 from keepstep.protocol import RestoreFrom, StreamSource, WantRestore
 from keepstep.testing.run import LocalRun
 from keepstep.trainer import sizing
+from keepstep.trainer.copies import CopyPlan
 from keepstep.trainer.link import Link
+from keepstep.trainer.shares import Sharing
+from keepstep.trainer.sources import Sources
 from keepstep.trainer.world import Place, World
 
 WIDE = 1024
@@ -316,7 +319,7 @@ def test_rank_that_stores_a_part_restores_from_the_arenas_of_all(
 
     fresh = make_state(seed=5)
     snapshots = begin(fresh, settings)
-    with pytest.raises((IntegrityError, RecoveryError), match=r"did not say where|not on this node"):
+    with pytest.raises((IntegrityError, RecoveryError), match="replicated state"):
         snapshots.restore()
     snapshots.close(finished=False)
     with given_sources(run, monkeypatch) as fds:
@@ -326,6 +329,19 @@ def test_rank_that_stores_a_part_restores_from_the_arenas_of_all(
         assert restored is not None
         snapshots.close(finished=False)
     assert bits(fresh) == expected
+
+
+def test_part_of_a_stream_without_the_rest_is_refused() -> None:
+    piece = Piece("x", "uint8", (2 * CHUNK_BYTES,), (1,), 0, (2 * CHUNK_BYTES,), (0,), False)
+    stream = Sharing(World(0, (0, 0, 1, 1))).stream((0, 1, 2, 3), (Entry(0, 2 * CHUNK_BYTES, (piece,)),), offset=0)
+    assert stream.chunks == (0,)
+    payload = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
+    with Sources([]) as sources:
+        with pytest.raises(IntegrityError, match="did not say where"):
+            sources.chunks(Layout((), (), (stream,)), [], arena=payload, payload=payload)
+        twice = [StreamSource(stream.class_id, [0, 0], [0, 0])] * 2
+        with pytest.raises(IntegrityError, match="names a class twice"):
+            sources.chunks(Layout((), (), (stream,)), twice, arena=payload, payload=payload)
 
 
 def test_sources_that_lie_are_refused(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,9 +427,6 @@ def test_leftovers_of_an_earlier_layout_do_not_show_between_the_tensors_of_a_str
 
 
 def test_need_counts_what_is_still_to_come_by_who_will_hold_it() -> None:
-    from keepstep.trainer.copies import CopyPlan
-    from keepstep.trainer.shares import Sharing
-
     sharing = Sharing(World(0, (0, 0, 1, 1)))
     plan = CopyPlan(Layout((), ()), b"", b"")
     everyone = (0, 1, 2, 3)

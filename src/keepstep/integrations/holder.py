@@ -212,7 +212,7 @@ class Holder:
             return
         timeout_s = self._config.keeper.request_s
         card, _ = client.request(WantCard(), CardIs, timeout_s=timeout_s)
-        if card.card == told.nodes[told.node_rank]:
+        if card.card == told.nodes[told.node_rank] and card.members_number >= told.incarnation.number:
             return  # only the connection was lost
         told = with_own_card(told, card.card)
         client.request(told, Done, timeout_s=timeout_s)

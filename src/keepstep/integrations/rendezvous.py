@@ -27,7 +27,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
-    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -164,7 +163,10 @@ class KeptRendezvous(RendezvousHandler):
             return self._attendance.join(known, members, timeout_s=self._seconds("join", JOIN_S))
         except ClosedError as error:
             if self._member is None:
-                raise RendezvousGracefulExitError("the job is over, this spare was not needed") from error
+                log.warning("the job is over, this spare was not needed")
+                # Meant for this is RendezvousGracefulExitError, which torch 2.13 turns into an AttributeError of its
+                # own and exit code 1. This is the agent's process, and its work is done.
+                raise SystemExit(0) from error
             raise RendezvousClosedError(str(error)) from error
         except StoreLostError as error:
             raise RendezvousConnectionError(

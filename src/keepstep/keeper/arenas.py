@@ -105,4 +105,4 @@ def _adopt_orders(node: Node, ledger: Ledger) -> None:
     )  # fmt: skip
     node.settled = ledger.settled
     if ledger.epoch:
-        node.orders = node.kept
+        node.orders, node.orders_from_ledger = node.kept, True

@@ -93,9 +93,8 @@ def peer_link(node: Node, event: e.PeerLink) -> None:
         node.said_key = None  # say everything again: the other side may be new
         node.ordered = (0, 0, 0)
     else:
+        node.down_at[event.node_id] = node.now
         node.log("info", "a peer is away", peer=event.node_id, reason=event.reason)
-        if node.job is not None:
-            node.job.lost(event.node_id, node.now)
     follow(node)
 
 
@@ -128,10 +127,11 @@ def _step_aside(node: Node, coordinator: str, orders: Orders) -> None:
 
 def watch_peers(node: Node) -> None:
     """A keeper of the last incarnation that nobody can reach is dead, for all that a plan may count on."""
-    if node.job is None or node.now - node.meet_at < node.limits.dead_s:
+    if node.job is None:
         return
     for node_id in list(node.job.sources):
-        if not node.links.get(node_id):
+        since = max(node.meet_at, node.down_at.get(node_id, node.meet_at))
+        if not node.links.get(node_id) and node.now - since >= node.limits.dead_s:
             node.job.lost(node_id, node.now)
 
 
@@ -228,25 +228,27 @@ def take_orders(node: Node, orders: Orders) -> bool:
     """Follow the coordinator. False when nothing came of it."""
     if orders.incarnation != node.incarnation:
         return False
-    fresh = orders.newer_than(node.orders)
+    # A ledger keeps only a part of the orders: the same ones say more when they come from the coordinator.
+    fresh = orders.newer_than(node.orders) or (node.orders_from_ledger and orders.order == node.kept.order)
     if fresh:
-        node.orders = orders
+        node.orders, node.orders_from_ledger = orders, False
         if orders.restore is not None:
             restoring.take_plan(node, orders.restore)
-    if node.state != SERVING or not (orders.restore is None or orders.restore.begin):
+    newest = node.orders
+    if newest is None or node.state != SERVING or not (newest.restore is None or newest.restore.begin):
         return fresh
     before = node.kept
-    if fresh:
-        node.kept = orders
+    changed = newest is not before  # they may have come before this node served
+    node.kept = newest
     over = snapshots.settle(node)
-    if fresh:
+    if changed:
         _keep(node, before)
     handed = snapshots.hand_out(node)
     _answer_loaded(node)
     snapshots.tell(node, over, before)
     if node.kept.finished:
         node.do(e.End("training finished"))
-    return fresh or handed or bool(over)
+    return changed or handed or bool(over)
 
 
 def _keep(node: Node, before: Orders) -> None:

@@ -77,6 +77,11 @@ class Grants:
         """This node cannot take part: the grant is over here before anybody has seen it."""
         self.begin(order, {}).void = (rank, reason)
 
+    def forget(self, order: GrantOrder, rank: int) -> None:
+        """A keeper before this one handed it out, and took what became of it into its grave."""
+        void = (rank, "its keeper died before the version was complete")
+        self.open.insert(0, OpenGrant(order.serial, order.step, {}, void=void))
+
     def find(self, index: int, slot: int) -> OpenGrant | None:
         """The open grant under which rank `index` writes `slot`."""
         return next((grant for grant in self.open if grant.slots.get(index) == slot), None)

@@ -40,7 +40,7 @@ from keepstep.keeper.words import (
 from keepstep.parity.placement import Place, cut_groups, keep_positions
 from keepstep.protocol import NodeCard
 from keepstep.recovery.inventory import Inventory, SetKey
-from keepstep.recovery.plan import Plan, plan
+from keepstep.recovery.plan import Plan, covering, plan
 from keepstep.types import Incarnation, Version
 
 GATHERING, RESTORING, SERVING = "gathering", "restoring", "serving"
@@ -58,6 +58,8 @@ class Terms:
     inventory_s: float = 20.0
     retry_s: float = 2.0
     """before a target that failed at once is tried again"""
+    ask_again_s: float = 1.0
+    """before a plan counts again on a source that could not be reached"""
 
 
 @dataclass
@@ -96,7 +98,9 @@ class View:
     report: Report | None = None
     heard_at: float = -math.inf
     excluded: set[tuple[Version, int]] = field(default_factory=set)
-    """(version, rank or -1 for parity) that a plan could not get from it"""
+    """(version, rank or -1 for parity) whose bytes there failed their check"""
+    away: set[tuple[Version, int]] = field(default_factory=set)
+    """the same, where a plan could not reach it: asked again when nothing else has it"""
 
 
 class Job:
@@ -117,7 +121,11 @@ class Job:
         self.groups: dict[str, GroupOrder] = {}
         self.pieces: dict[str, RestoreOrder] = {}
         self.plan: Plan | None = None
-        self.plan_number = 0
+        # Words of a plan that is over must not be taken for those of the next life.
+        self.plan_number = incarnation.number << 20
+        self.planned_at = -math.inf
+        self.covered: SetKey | None = None
+        """the newest protection that the inventories show: kept until there is one of this incarnation"""
         self.serial = 0
         self.lead = 1
         self.started_at = now
@@ -158,9 +166,8 @@ class Job:
         self._change(cards=tuple(self.cards.values()))
 
     def lost(self, node_id: str, now: float) -> bool:
-        """A keeper of an incarnation before is known to be dead: nobody waits for it any longer."""
-        if node_id in self.sources and self.sources[node_id].report is None:
-            del self.sources[node_id]
+        """A keeper of an incarnation before is known to be dead: nobody waits for it, or counts on it, any longer."""
+        self.sources.pop(node_id, None)
         return self.decide(now)
 
     def _count(self, report: Report, now: float) -> None:
@@ -170,7 +177,7 @@ class Job:
         self.heard.add(node)
         _keep(self.ready, node, report.ready)
         _keep(self.finished, node, report.finished)
-        _keep(self.restored, node, report.restored == self.plan_number and self.plan_number > 0)
+        _keep(self.restored, node, report.restored == self.plan_number and self.plan is not None)
         fresh = report.orders is not None and report.orders.order >= self._order(self.orders.retain_seq)
         _keep(self.rooms, node, report.room and fresh)
         for said in report.grants:
@@ -204,7 +211,7 @@ class Job:
         if self.state == RESTORING:
             self._restore(now)
         if self.state == SERVING:
-            self._settle()
+            self._settle(now)
             self._protect(now)
             self._expose(now)
             self._grant(now)
@@ -249,7 +256,8 @@ class Job:
         self.orders = Orders(self.incarnation, epoch, 1, every=reports[0].every)
         begun = any(o.restore is not None and o.restore.begin for o in followed)
         if newest is None or not (begun or rejoined):
-            self.plan_number = max((o.restore.number for o in followed if o.restore is not None), default=0)
+            numbers = [o.restore.number for o in followed if o.restore is not None]
+            self.plan_number = max([self.plan_number, *numbers])
             self.state = RESTORING
             return
         self._take_over(newest, reports, now)
@@ -259,6 +267,9 @@ class Job:
             newest, epoch=self.orders.epoch, seq=1, group=None, restore=None, retain_seq=1, grants=()
         )
         self.outcomes.extend(newest.outcomes)
+        told = [r.orders.complete for r in reports if r.orders is not None and r.orders.complete is not None]
+        if newest.complete is not None and max(told, default=newest.complete) > newest.complete:
+            self._change(exposed=True)  # a ledger does not say it, but nothing else takes a version back
         for report in reports:  # nodes that have not begun hear it again
             last = report.orders.restore if report.orders is not None else None
             if last is not None:
@@ -294,9 +305,8 @@ class Job:
         if self.plan is None:
             if not self._may_plan(now):
                 return
-            self._make_plan()
-        assert self.plan is not None
-        if self.plan.failure:
+            self._make_plan(now)
+        if self.plan is None or self.plan.failure:
             return
         if self.restored == self.views.keys():
             self._begin(now)
@@ -308,19 +318,24 @@ class Job:
         silent = [v for v in self.sources.values() if v.report is None or v.report.inventory is None]
         return not silent or now - self.started_at >= self.terms.inventory_s
 
-    def _make_plan(self) -> None:
-        inventories: dict[str, Inventory] = {}
-        silent = []
-        for node_id, view in {**self.views, **self.sources}.items():
-            report = view.report
-            if report is None or report.inventory is None:
-                silent.append(node_id)
-            else:
-                inventories[node_id] = _without(report.inventory, view.excluded)
+    def _make_plan(self, now: float) -> None:
+        inventories, now_there = self._inventories()
+        silent = [node_id for node_id in (*self.views, *self.sources) if node_id not in inventories]
         reports = [view.report for view in self.views.values() if view.report is not None]
         homes = {rank: report.node_id for report in reports for rank in report.ranks}
         alone = len(self.views) == 1
-        made = plan(inventories, {} if alone else homes, silent)
+        made = plan(now_there, {} if alone else homes, silent)
+        if now_there != inventories:
+            best = plan(inventories, {} if alone else homes, silent)
+            if best.version != made.version:
+                # It is there, only out of reach: that never costs a version. Ask again, in a while.
+                if now < self.planned_at + self.terms.ask_again_s:
+                    return
+                made = best
+                for view in (*self.views.values(), *self.sources.values()):
+                    view.away.clear()
+        self.planned_at = now
+        self.covered = covering(inventories, made.version) if made.version is not None else None
         if made.version is not None and not alone and made.world_size != len(homes):
             text = (
                 f"{made.version} was saved by {made.world_size} ranks, this job has {len(homes)}: "
@@ -338,6 +353,16 @@ class Job:
             )  # fmt: skip
         self._change_restore()
 
+    def _inventories(self) -> tuple[dict[str, Inventory], dict[str, Inventory]]:
+        """What is held and sound, and of that what could be reached so far."""
+        found: dict[str, Inventory] = {}
+        reached: dict[str, Inventory] = {}
+        for node_id, view in {**self.views, **self.sources}.items():
+            if view.report is not None and view.report.inventory is not None:
+                found[node_id] = _without(view.report.inventory, view.excluded)
+                reached[node_id] = _without(found[node_id], view.away)
+        return found, reached
+
     def _change_restore(self) -> None:
         self.orders = msgspec.structs.replace(self.orders, seq=self.orders.seq + 1)
 
@@ -347,20 +372,37 @@ class Job:
         version = self.plan.version
         self._change_restore()
         self._change(base=version, complete=version)
+        covered = self.covered
+        # What survives a node goes on to do so until this incarnation has something newer that does.
+        if covered is not None and self.groups and (covered.version != version or self._stands(covered)):
+            self._change(protected=covered.version, protected_by=covered)
         self.state, self.moved_at, self.advanced_at = SERVING, now, now
+
+    def _stands(self, key: SetKey) -> bool:
+        """All members of that protection are here and hold their parts."""
+        sets = [
+            parity
+            for view in self.views.values()
+            if view.report is not None and view.report.inventory is not None
+            for parity in view.report.inventory.sets
+            if parity.key == key
+        ]
+        return len(sets) == len({member for parity in sets for member in parity.members})
 
     def _exclude(self, failure: Failure) -> None:
         view = self.views.get(failure.node_id) or self.sources.get(failure.node_id)
-        if view is None or (failure.version, failure.rank) in view.excluded:
-            return
-        view.excluded.add((failure.version, failure.rank))
+        if view is not None:
+            left_out = view.excluded if failure.damaged else view.away
+            if (failure.version, failure.rank) in left_out:
+                return
+            left_out.add((failure.version, failure.rank))
         self.faults.append(failure.text)
         if self.state == RESTORING:
             self.plan = None  # plan again, without it
 
     # Serving: grants
 
-    def _settle(self) -> None:
+    def _settle(self, now: float) -> None:
         while self.open:
             grant = self.open[0]
             if len(grant.said) < len(self.views):
@@ -373,7 +415,7 @@ class Job:
             if grant.void is None:
                 (version,) = grant.versions
                 self.outcomes.append(Outcome(grant.serial, version))
-                self._completed(version)
+                self._completed(version, now)
             else:
                 rank, reason = grant.void
                 if grant.late:
@@ -411,7 +453,9 @@ class Job:
         self.faults.append(reason)
         return True
 
-    def _completed(self, version: Version) -> None:
+    def _completed(self, version: Version, now: float) -> None:
+        if self.orders.complete == self.orders.protected:
+            self.advanced_at = now  # there was nothing to protect: its time begins now
         if self.orders.complete is None or version > self.orders.complete:
             self._change(complete=version)
         if not self.groups:  # a version of this incarnation stands: the one it was restored from may go
@@ -466,7 +510,10 @@ class Job:
     def _new_target(self, now: float) -> None:
         orders = self.orders
         newest = orders.complete
-        if newest is None or newest == orders.protected or now < self.retry_at:
+        if newest is None or now < self.retry_at:
+            return
+        by = orders.protected_by
+        if newest == orders.protected and by is not None and by.incarnation == self.incarnation:
             return
         if orders.exposed and self._cut_off():
             return  # a target would hold a slot that cannot be protected now
@@ -497,6 +544,8 @@ class Job:
             self._abandon(f"unprotected for {self.terms.stall_s:g} s and no slot is free", now)
         if len(self.orders.retain) >= slots and (self.orders.protected or self.orders.base):
             self._change(complete=self.orders.protected or self.orders.base)
+            if self.orders.protected is not None:
+                self._change(base=None)
         self._change(exposed=True)
         self.advanced_at = now
 

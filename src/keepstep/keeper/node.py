@@ -141,6 +141,7 @@ class Node:
         self.grants = Grants()
         self.orders: Orders | None = None
         """the last ones of this incarnation"""
+        self.orders_from_ledger = False
         self.kept = Orders(Incarnation(0, 0), 0, 0)
         """the last ones that say what is kept: those of a life that has not begun say nothing yet"""
         self.settled = 0
@@ -149,6 +150,8 @@ class Node:
         # Peers
         self.membership: Membership | None = None
         self.links: dict[str, bool] = {}
+        self.down_at: dict[str, float] = {}
+        """since when a link that was up is down"""
         self.cards: dict[str, NodeCard] = {}
         self.meet_at = 0.0
         self.report_number = 0

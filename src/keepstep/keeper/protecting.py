@@ -32,8 +32,10 @@ def _target(node: Node) -> SetKey | None:
 def free_parity(node: Node) -> None:
     """A parity buffer is free if and only if it protects nothing that is retained."""
     kept = node.kept
+    # Where nothing is protected yet, what this incarnation was restored from may have been.
+    base = kept.base if kept.protected is None else None
     for key, found in list(node.sets.items()):
-        needed = key in (kept.protected_by, _target(node)) or (kept.base is not None and key.version == kept.base)
+        needed = key in (kept.protected_by, _target(node)) or (base is not None and key.version == base)
         if not needed:
             del node.sets[key]
             node.do(e.FreeParity(found.buffer_id))

@@ -107,9 +107,14 @@ def hand_out(node: Node) -> bool:
     """Give the coordinator's next grant to all local ranks at once."""
     if not (node.opening is None and node.all_loaded()):
         return False
-    new = [order for order in node.kept.grants if order.serial > max(node.grants.serial, node.settled)]
+    known = {grant.serial for grant in node.grants.open}
+    new = [order for order in node.kept.grants if order.serial > node.settled and order.serial not in known]
     for order in new:
-        _grant(node, order)
+        if order.serial > node.grants.serial:
+            _grant(node, order)
+        else:
+            # All had finished with it, or the one after it would not have been given; only the newest is remembered.
+            node.grants.forget(order, node.rank_of(min(node.members)))
     return bool(new)
 
 

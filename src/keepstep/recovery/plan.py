@@ -112,6 +112,37 @@ def plan(inventories: Mapping[str, Inventory], homes: Mapping[int, str], silent:
     return Plan(None, (), tuple(reasons))
 
 
+def covering(inventories: Mapping[str, Inventory], newest: Version) -> SetKey | None:
+    """The newest protection, not newer than this version, that all its members who answered still hold."""
+    versions = _gather(inventories)
+    for version in sorted((v for v in versions if v <= newest), reverse=True):
+        found = versions[version]
+        for key in sorted({key for key, _ in found.sets}, reverse=True):
+            groups = _groups(inventories, key)
+            ranks = {rank for group in groups for ranks in group.ranks for rank in ranks}
+            if len(ranks) == found.world_size and all(_held_by_all(inventories, group) for group in groups):
+                return key
+    return None
+
+
+def _groups(inventories: Mapping[str, Inventory], key: SetKey) -> list[ParitySet]:
+    """One set of every group that took part."""
+    sets = (parity for inventory in inventories.values() for parity in inventory.sets if parity.key == key)
+    return list({parity.members: parity for parity in sets}.values())
+
+
+def _held_by_all(inventories: Mapping[str, Inventory], group: ParitySet) -> bool:
+    """Parity and data; a member that is gone is what the others are there for."""
+    for member, ranks in zip(group.members, group.ranks, strict=True):
+        inventory = inventories.get(member)
+        if inventory is None:
+            continue
+        held = {holding.rank for holding in inventory.holdings if holding.version == group.key.version}
+        if not held.issuperset(ranks) or all(parity.key != group.key for parity in inventory.sets):
+            return False
+    return True
+
+
 def _gather(inventories: Mapping[str, Inventory]) -> dict[Version, _Found]:
     versions: dict[Version, _Found] = defaultdict(_Found)
     for node_id, inventory in inventories.items():

@@ -224,7 +224,8 @@ class LocalCluster:
         self.network.open()
         self._start_store()
         self.nodes = [Node(self, f"node{index}").start() for index in range(self.size)]
-        self.spares = [Node(self, f"spare{index}").start() for index in range(self._num_spares)]
+        for _ in range(self._num_spares):
+            self.add_spare()
         return self
 
     def node(self, index: int) -> Node:
@@ -281,11 +282,18 @@ class LocalCluster:
         )  # fmt: skip
 
     def result(self, *, timeout_s: float = WAIT_S) -> list[Any]:
-        """The digests that the trainers told at their end, by rank; all agents have ended well."""
+        """The digests that the trainers told at their end, by rank; their agents have ended well."""
         self._wait(lambda: self._all_have("result"), "results", timeout_s)
-        agents = [node.agent for node in self.nodes if node.agent is not None and not node.killed]
-        self._wait(lambda: all(agent.poll() == 0 for agent in agents), "the end of the agents", timeout_s)
-        return [fact["digest"] for fact in self._newest("result")]
+        told = self._newest("result")
+        members = [node for node in self._every if node.node_id in {fact["node"] for fact in told}]
+        agents = [node.agent for node in members if node.agent is not None]
+        self._wait(lambda: all(agent.poll() == 0 for agent in agents), "the end of the agents", timeout_s, members)
+        return [fact["digest"] for fact in told]
+
+    def add_spare(self) -> Node:
+        """One more node, which waits for a place."""
+        self.spares.append(Node(self, f"spare{len(self.spares)}").start())
+        return self.spares[-1]
 
     def status(self, index: int) -> Status:
         return self.nodes[index].status()
@@ -302,7 +310,7 @@ class LocalCluster:
 
     def close(self) -> None:
         """End everything; AssertionError when something is left."""
-        every = [*self.gone, *self.nodes, *self.spares]
+        every = self._every
         try:
             for node in every:
                 node.thaw()
@@ -327,7 +335,7 @@ class LocalCluster:
     def _left(self) -> list[str]:
         """Processes (which alone can hold memfds), and files of keepers that were not killed."""
         left = [f"process {pid}" for pid in marked_processes(f"{CLUSTER}={self.mark}".encode())]
-        for node in [*self.gone, *self.nodes, *self.spares]:
+        for node in self._every:
             if not node.killed:
                 left += [str(path) for path in node.identity.runtime_dir.rglob("*")]
         return left
@@ -385,10 +393,18 @@ class LocalCluster:
         told = self._newest(event)
         return bool(told) and len(told) == told[0]["world_size"] and all(holds(fact) for fact in told)
 
-    def _wait(self, condition: Callable[[], Any], what: str, timeout_s: float) -> None:
+    @property
+    def _every(self) -> list[Node]:
+        return [*self.gone, *self.nodes, *self.spares]
+
+    def _wait(
+        self, condition: Callable[[], Any], what: str, timeout_s: float, among: Sequence[Node] | None = None
+    ) -> None:
+        """`among`: the nodes whose agents must not end with an error meanwhile."""
+        among = self.nodes if among is None else among
         deadline = time.monotonic() + timeout_s
         while not condition():
-            ended = [n for n in self.nodes if not n.killed and n.agent is not None and n.agent.poll() not in (None, 0)]
+            ended = [n for n in among if not n.killed and n.agent is not None and n.agent.poll() not in (None, 0)]
             if ended or time.monotonic() > deadline:
                 why = f"{ended[0].node_id} ended with an error" if ended else f"{timeout_s:g} s were not enough"
                 raise AssertionError(f"waited for {what}: {why}\n{self.tails()}")

@@ -229,7 +229,7 @@ class Link:
             return
         timeout_s = self.config.keeper.request_s
         card, _ = client.request(WantCard(), CardIs, timeout_s=timeout_s)
-        if card.card != told.nodes[told.node_rank]:
+        if card.card != told.nodes[told.node_rank] or card.members_number < told.incarnation.number:
             told = with_own_card(told, card.card)
             client.request(told, Done, timeout_s=timeout_s)
             self._membership = told

@@ -13,7 +13,7 @@ Everything else, and everything odd, is the rank's own: that costs network, a wr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -37,9 +37,13 @@ _SAME_GRADIENTS = tuple(
 class Replicas:
     """The proof for the state as it is now. Made anew with each layout: optimizers make their state late."""
 
-    def __init__(self, items: Items, sharing: Sharing | None, *, named: str = "") -> None:
+    def __init__(
+        self, items: Items, sharing: Sharing | None, *, named: str = "", diverged: Set[str] = frozenset()
+    ) -> None:
+        """`diverged`: paths that were found to differ, whatever the structure says."""
         self.sharing = sharing
         """None on a single node: nothing is shared"""
+        self._diverged = diverged
         self._named = tuple(prefix.strip().rstrip(".") for prefix in named.split(",") if prefix.strip())
         self._paths = {id(unwrap_optimizer(item.thing)): item.path for item in items.of(OPTIMIZER)}
         self._proven: dict[tuple[int, int], Ranks] = {}
@@ -53,7 +57,7 @@ class Replicas:
     def ranks_of(self, tensor: torch.Tensor, path: str) -> Ranks | None:
         """The ranks that hold these bytes, on enough nodes to matter; None: they are this rank's own."""
         part = _local(tensor)
-        if self.sharing is None or _is_gradient(path):
+        if self.sharing is None or _is_gradient(path) or path in self._diverged:
             return None
         if part.layout is not torch.strided or part.nbytes < LEAST_BYTES or not part.is_contiguous():
             return None

@@ -101,6 +101,8 @@ class Snapshotter:
         self._used = ("", -1)
         """the arena and serial of the last grant that was used"""
         self._warned: set[str] = set()
+        self._diverged: frozenset[str] = frozenset()
+        """paths of replicas that were found to differ between nodes: each rank's own from then on"""
         self._closed = False
 
     # Restoring
@@ -181,7 +183,7 @@ class Snapshotter:
         return Sharing(world, parity.replicated, parity.losses, parity.group_size) if world is not None else None
 
     def _replicas(self) -> Replicas:
-        return Replicas(self._items, self._sharing, named=self.config.replicated)
+        return Replicas(self._items, self._sharing, named=self.config.replicated, diverged=self._diverged)
 
     # Memory
 
@@ -328,6 +330,10 @@ class Snapshotter:
         view = self._memory.view
         if view is not None:
             view.forget_layouts()  # a damaged one would fail every snapshot in its slot
+        if message.diverged:
+            log.error("step %d is void: %s", message.version.step, message.reason)
+            self._diverged = self._diverged | frozenset(message.diverged)
+            self._signature = None  # the next layout has them as this rank's own
         self._waiting.void(message.version, f"void elsewhere (rank {message.rank}: {message.reason})")
 
     # The rest

@@ -71,6 +71,8 @@ def check_outcomes(struck: Run) -> list[str]:
             found.append(f"no step followed the death of {name}")
         if outcome.expects_restart and outcome.restored is None:
             found.append(f"nothing was restored after the death of {name}")
+        elif outcome.restored is not None and outcome.restored.source != outcome.expected_source:
+            found.append(f"{outcome.expected_source} was to be the source after the death of {name}")
         if not outcome.expects_restart and outcome.restarts:
             found.append(f"training restarted after the death of {name}")
     return found

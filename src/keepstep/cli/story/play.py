@@ -1,7 +1,7 @@
 """The play itself: two runs, the kills in the second, the comparison, the report.
 
-Invariants: only processes of the demo are ever signalled (see `processes`); when `run_demo` returns or raises none of
-them is alive, and `summary.json` is written. Writes into `out`: both logs, the launchers' output, `loss.png` (or
+Invariants: only processes of the demo are ever signalled (see `testing.cluster`); when `run_demo` returns or raises
+none of them is alive, and `summary.json` is written. Writes into `out`: both logs, the nodes' output, `loss.png` (or
 `loss.csv`), and `summary.json`.
 """
 
@@ -14,29 +14,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from keepstep.cli.client import read_status
 from keepstep.cli.story.comparison import judge
-from keepstep.cli.story.processes import POLL_S
-from keepstep.cli.story.record import FAULTS, Fault, Outcome, Run, find_due
+from keepstep.cli.story.record import FAULTS, Fault, Outcome, Run, find_due, last_disturbance
 from keepstep.cli.story.report import Summary, narrate, report
-from keepstep.cli.story.training import NODE_ID, Job, Training
+from keepstep.cli.story.training import LOSSES, NODES, Job, Training
 from keepstep.errors import ConfigError, Error
 
-KEEPER_S = 10.0
-"""Until a keeper answers a question about itself."""
-MIN_STEPS = 12
-"""Fewer leave no step between two failures."""
+MIN_STEPS = 24
+"""Fewer leave no time to protect a version between two failures."""
 
 
-def run_demo(
-    *, out: Path, steps: int = 60, nproc: int = 2, seed: int = 0, script: Path | None = None, console: Console
-) -> int:
+def run_demo(*, out: Path, steps: int, seed: int = 0, script: Path | None = None, console: Console) -> int:
     """Run, compare, report; 1 when something differs or is left behind. Raises `Error` when a run cannot finish."""
-    job = Job(script=find_script(script), out=out, steps=check_steps(steps), nproc=nproc, seed=seed)
+    job = Job(script=find_script(script), out=out, steps=check_steps(steps), seed=seed)
     out.mkdir(parents=True, exist_ok=True)
-    summary = Summary(steps=steps, nproc=nproc, seed=seed)
+    summary = Summary(steps=steps, nodes=NODES, losses=LOSSES, seed=seed)
     try:
-        console.print(f"[bold]1. undisturbed[/]: {nproc} trainers, {steps} steps", highlight=False)
+        console.print(f"[bold]1. undisturbed[/]: {NODES} nodes with a trainer each, {steps} steps", highlight=False)
         calm = summary.calm = train(job, "undisturbed", faults=(), step_s=0.0, console=console)
         console.print(f"[bold]2. the same again, and {len(FAULTS)} failures[/]", highlight=False)
         struck = summary.struck = train(job, "struck", faults=FAULTS, step_s=calm.median_step_s(), console=console)
@@ -75,7 +69,8 @@ def train(job: Job, name: str, *, faults: Sequence[Fault], step_s: float, consol
         for event in training.follow():
             run.observe(event)
             narrate(event, steps=job.steps, console=console)
-            if fault := find_due(run, event, faults=faults, steps=job.steps):
+            fault = find_due(run, event, faults=faults, steps=job.steps)
+            if fault is not None and is_survivable(fault, run, training):
                 time.sleep(step_s * chance.uniform(0.2, 0.8))  # into the middle of the step that runs now
                 run.outcomes.append(strike(fault, run, training, console=console))
         run.duration_s = time.time() - run.started
@@ -84,38 +79,19 @@ def train(job: Job, name: str, *, faults: Sequence[Fault], step_s: float, consol
     return run
 
 
+def is_survivable(fault: Fault, run: Run, training: Training) -> bool:
+    """Nodes die when their group has healed from what was broken before: more losses than it covers are no story."""
+    return fault.target != "nodes" or training.covers(len(fault.positions), newer_than=last_disturbance(run))
+
+
 def strike(fault: Fault, run: Run, training: Training, *, console: Console) -> Outcome:
-    pids = find_targets(fault, run, training)
     outcome = Outcome(fault=fault, killed_at=time.time(), last_step=run.steps[-1].step)
-    for pid in pids:
-        training.kill(pid)
-    listed = ", ".join(map(str, pids))
-    console.print(f"  [bold red]SIGKILL[/] {fault.name} (pid {listed})", highlight=False)
-    return outcome
-
-
-def find_targets(fault: Fault, run: Run, training: Training) -> list[int]:
     match fault.target:
-        case "first":
-            return run.pids[:1]
-        case "last":
-            return run.pids[-1:]
-        case "all":
-            return run.pids
+        case "trainer":
+            hit = training.kill_trainer(fault.positions[0])
         case "keeper":
-            return [keeper_pid(run_id=training.run_id, runtime_dir=training.runtime_dir)]
-
-
-def keeper_pid(*, run_id: str, runtime_dir: Path) -> int:
-    """The pid of the node's keeper, as the keeper itself tells it over HTTP on its unix socket.
-
-    A keeper that does not answer yet (it was just started) is asked again for `KEEPER_S`; then its error is raised.
-    """
-    deadline = time.monotonic() + KEEPER_S
-    while True:
-        try:
-            return read_status(run_id=run_id, node_id=NODE_ID, runtime_dir=runtime_dir).keeper.pid
-        except Error:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(POLL_S)
+            hit = training.kill_keeper(fault.positions[0])
+        case "nodes":
+            hit = training.kill_nodes(fault.positions)
+    console.print(f"  [bold red]SIGKILL[/] {fault.name} ({hit})", highlight=False)
+    return outcome

@@ -14,20 +14,31 @@ from typing import Literal
 
 import msgspec
 
+SOURCES = ("", "memory", "parity", "disk")
+
+
 # What the training says
 
 
 class Started(msgspec.Struct, frozen=True, tag_field="event", tag="started"):
     incarnation: int
     pids: list[int]
+    """by rank"""
+    nodes: list[str]
     time: float
 
 
 class Restored(msgspec.Struct, frozen=True, tag_field="event", tag="restored"):
     step: int
-    source: str
+    sources: list[str]
+    """by rank"""
     seconds: float
     time: float
+
+    @property
+    def source(self) -> str:
+        """The furthest that any rank had to go."""
+        return max(self.sources, key=SOURCES.index)
 
 
 class Step(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
@@ -55,15 +66,18 @@ class Fault(msgspec.Struct, frozen=True):
     name: str
     after: float
     """the part of the run that is done when it strikes"""
-    target: Literal["first", "last", "all", "keeper"]
+    target: Literal["trainer", "keeper", "nodes"]
+    positions: tuple[int, ...]
+    """the nodes that are hit, by rank"""
 
 
 FAULTS = (
-    Fault("a trainer", after=1 / 4, target="last"),
-    Fault("all trainers", after=1 / 2, target="all"),
-    Fault("the keeper", after=3 / 4, target="keeper"),
-    Fault("another trainer", after=9 / 10, target="first"),
+    Fault("a trainer", after=1 / 6, target="trainer", positions=(2,)),
+    Fault("a keeper", after=1 / 3, target="keeper", positions=(1,)),
+    Fault("a node", after=1 / 2, target="nodes", positions=(3,)),
+    Fault("two nodes at once", after=3 / 4, target="nodes", positions=(0, 2)),
 )
+"""The last one hits the coordinator, too, and the node that serves the trainers' store."""
 
 
 class Outcome(msgspec.Struct):
@@ -79,6 +93,11 @@ class Outcome(msgspec.Struct):
     @property
     def expects_restart(self) -> bool:
         return self.fault.target != "keeper"
+
+    @property
+    def expected_source(self) -> str | None:
+        """Dead processes leave the memory of their nodes; a dead node leaves parity on the others."""
+        return {"trainer": "memory", "keeper": None, "nodes": "parity"}[self.fault.target]
 
     @property
     def steps_lost(self) -> int:
@@ -136,6 +155,11 @@ class Run:
     def median_step_s(self) -> float:
         pauses = [after.time - before.time for before, after in zip(self.steps, self.steps[1:], strict=False)]
         return statistics.median(pauses) if pauses else 0.0
+
+
+def last_disturbance(run: Run) -> int:
+    """The step that was the newest when something was last broken; -1 when nothing was."""
+    return run.outcomes[-1].last_step if run.outcomes else -1
 
 
 def find_due(run: Run, event: Event, *, faults: Sequence[Fault], steps: int) -> Fault | None:

@@ -18,9 +18,10 @@ from keepstep.cli.story.record import Event, Outcome, Restored, Run, Started, St
 def narrate(event: Event, *, steps: int, console: Console) -> None:
     match event:
         case Started():
-            line = f"  [dim]trainers {', '.join(map(str, event.pids))}, incarnation {event.incarnation}[/]"
+            line = f"  [dim]incarnation {event.incarnation}: {', '.join(event.nodes)}[/]"
         case Restored():
-            line = f"  [bold green]restored[/] step {event.step} from {event.source} in {event.seconds:.2f} s"
+            sources = ", ".join(f"rank {rank} {source}" for rank, source in enumerate(event.sources))
+            line = f"  [bold green]restored[/] step {event.step} in {event.seconds:.2f} s: {sources}"
         case Step():
             bar = "━" * round(event.loss * 10)
             line = f"  step {event.step:3d} of {steps - 1}  loss {event.loss:.4f}  [cyan]{bar}[/]"
@@ -42,14 +43,15 @@ def report(calm: Run, struck: Run, judgement: Judgement, *, out: Path, console: 
 def make_table(struck: Run) -> Table:
     table = Table(title="SIGKILL of", title_justify="left")
     table.add_column("failure")
-    for name in ("after step", "restored step", "source", "seconds", "steps lost"):
+    for name in ("after step", "restored step", "source", "steps lost", "seconds"):
         table.add_column(name, justify="right")
     for outcome in struck.outcomes:
         row = make_row(outcome)
         seconds = "never" if row.seconds_to_next_step is None else f"{row.seconds_to_next_step:.1f}"
         missing = "nothing" if outcome.restarts else "not needed"
         restored = missing if row.restored_step is None else str(row.restored_step)
-        table.add_row(row.failure, str(row.after_step), restored, row.source or "-", seconds, str(row.steps_lost))
+        source = (row.source or "-").upper()
+        table.add_row(row.failure, str(row.after_step), restored, source, str(row.steps_lost), seconds)
     table.caption = "seconds: from the kill to the end of the first step after it"
     return table
 
@@ -86,7 +88,8 @@ class Summary:
     """`summary.json`: written whether or not the runs came to their end."""
 
     steps: int
-    nproc: int
+    nodes: int
+    losses: int
     seed: int
     error: str = "interrupted"
     """why there is no judgement, where there is none"""
@@ -98,12 +101,13 @@ class Summary:
         runs = {"undisturbed": self.calm, "struck": self.struck}
         judged = self.judgement
         content = {
-            "schema": 1,
+            "schema": 2,
             "verdict": judged.verdict if judged else self.error,
             "identical": judged is not None and not judged.differences,
             "differences": judged.differences if judged else [],
             "steps": self.steps,
-            "nproc": self.nproc,
+            "nodes": self.nodes,
+            "losses": self.losses,
             "seed": self.seed,
             "failures": [make_row(outcome) for outcome in self.struck.outcomes] if self.struck else [],
             "runs": {

@@ -1,34 +1,36 @@
-"""One training: torchrun and everything below it, in a runtime directory of its own.
+"""One training: four nodes on this machine (`testing.cluster`), the events they log, and the ways to break them.
 
 Invariants: every wait has a deadline, named below; on exit no process of the training is alive, whatever happened.
-Writes its log, its launcher's output and its results into `out`; the script that it runs fills the first and the last.
+Writes its log, the nodes' output and its results into `out`; the script that it runs fills the first and the last.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from keepstep.cli.story.processes import POLL_S, Processes
+from keepstep.cli.client import fetch_status
 from keepstep.cli.story.record import Event, Result
 from keepstep.errors import Error
+from keepstep.testing.cluster import LocalCluster, Node
+from keepstep.testing.run import wait_until
+from keepstep.types import Status
 
-RUN_S = 240.0
-"""A whole run, restarts included; it takes 20 to 45 s on two cores."""
-SILENCE_S = 90.0
-"""Without a line in the log: covers starting torch on a busy machine and torchelastic's 30 s for a stuck trainer."""
+RUN_S = 300.0
+"""A whole run, restarts included; it takes 20 to 60 s on two cores."""
+SILENCE_S = 120.0
+"""Without a line in the log: covers starting torch eight times on a busy machine."""
 EXIT_S = 10.0
-"""From the launcher's end until the last process is gone; a normal end takes far less."""
-NODE_ID = "demo"
+"""From the agents' end until the last process is gone; a normal end takes far less."""
+ANSWER_S = 1.0
+"""A keeper that does not answer within this is asked again at the next step."""
+POLL_S = 0.02
+NODES = 4
+LOSSES = 2
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -37,81 +39,73 @@ class Job(msgspec.Struct, frozen=True):
     script: Path
     out: Path
     steps: int
-    nproc: int
     seed: int
 
 
 class Training:
-    """torchrun and everything below it: started on entry; on exit none of it is left, whatever happened."""
+    """Agents, keepers and trainers: started on entry; on exit none of them is left, whatever happened."""
 
     def __init__(self, job: Job, name: str) -> None:
-        self.job = job
-        self.name = name
-        self.run_id = f"demo-{name}-{uuid.uuid4().hex[:8]}"
+        self.job, self.name = job, name
         self.log = job.out / f"{name}.jsonl"
         self.output = job.out / f"{name}.out"
         self.result = job.out / f"{name}.result"
-        self._directory = tempfile.TemporaryDirectory(prefix="keepstep-demo-", ignore_cleanup_errors=True)
-        self.runtime_dir = Path(self._directory.name)
-        self.processes = Processes(self.runtime_dir)
         self._deadline = time.monotonic() + RUN_S
+        arguments = [f"--steps={job.steps}", f"--seed={job.seed}", "--batch=4"]
+        self.cluster = LocalCluster(
+            nodes=NODES, script=job.script,
+            arguments=[*arguments, f"--log-file={self.log.resolve()}", f"--result={self.result.resolve()}"],
+            environ={"KEEPSTEP_PARITY_LOSSES": str(LOSSES)},
+        )  # fmt: skip
 
     def __enter__(self) -> Training:
-        for rank in range(self.job.nproc):
+        for rank in range(NODES):
             self._result_of(rank).unlink(missing_ok=True)
         self.log.write_bytes(b"")
-        with self.output.open("wb") as output:
-            # In its own session: Ctrl-C reaches this process only, which then ends the launcher in order.
-            self.launcher = subprocess.Popen(
-                self._command(), env=self._environment(), stdout=output, stderr=output, start_new_session=True
-            )
+        try:
+            self.cluster.start()
+        except BaseException:  # Ctrl-C included: what was started already must not stay
+            self._close()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close()
+
+    def _close(self) -> None:
         try:
-            self._end_launcher()
-            self.processes.end(timeout_s=EXIT_S)
+            self.output.write_text(self.cluster.tails(), encoding="utf-8")
         finally:
-            self._directory.cleanup()
+            try:
+                self.cluster.close()
+            except AssertionError as error:
+                raise Error(f"the {self.name} training did not end: {error}", hint="look at them with ps") from error
 
-    def _command(self) -> list[str]:
-        job = self.job
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={job.nproc}"]
-        rendezvous = ["--rdzv-backend=keepstep", f"--rdzv-id={self.run_id}", "--rdzv-endpoint=localhost:0"]
-        training = [str(job.script), f"--steps={job.steps}", f"--seed={job.seed}"]
-        return [
-            *launch,
-            *rendezvous,
-            "--max-restarts=20",
-            *training,
-            f"--log-file={self.log}",
-            f"--result={self.result}",
-        ]
-
-    def _environment(self) -> dict[str, str]:
-        """The user's environment without settings meant for another job."""
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KEEPSTEP_", "PET_", "TORCHELASTIC_"))}
-        own = {"KEEPSTEP_RUNTIME_DIR": str(self.runtime_dir), "KEEPSTEP_NODE_ID": NODE_ID, "OMP_NUM_THREADS": "1"}
-        return {**inherited, **own}
+    # What it says
 
     def follow(self) -> Iterator[Event]:
-        """Each event as it is logged, until the launcher has ended well; raises when it fails or stands still."""
+        """Each event as it is logged, until all agents have ended well; raises when one fails or all stand still."""
         decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
         heard_at = time.monotonic()
         with self.log.open("rb") as log:
             ended, pending = False, b""
             while not ended:
-                ended = self.launcher.poll() is not None  # asked before the read: nothing is logged after it
+                ended = self._has_ended()  # asked before the read: nothing is logged after it
                 *lines, pending = (pending + log.read()).split(b"\n")
                 for line in lines:
                     heard_at = time.monotonic()
                     yield decoder.decode(line)
                 self._check_progress(heard_at)
                 time.sleep(POLL_S)
-        if self.launcher.returncode != 0:
-            raise self._failure(f"ended with exit code {self.launcher.returncode}")
+
+    def _has_ended(self) -> bool:
+        codes = {node.node_id: node.agent.poll() for node in self.cluster.nodes if node.agent is not None}
+        for node_id, code in codes.items():
+            if code:
+                raise self._failure(f"ended on {node_id} with exit code {code}")
+        return all(code == 0 for code in codes.values())
 
     def _check_progress(self, heard_at: float) -> None:
         now = time.monotonic()
@@ -123,9 +117,21 @@ class Training:
     def _failure(self, what: str) -> Error:
         return Error(f"the {self.name} training {what}", hint=f"read {self.output}")
 
+    def covers(self, losses: int, *, newer_than: int) -> bool:
+        """Whether so many nodes may die now: a version later than that step is protected by a group that is whole."""
+        try:
+            status = self.status()
+        except Error:
+            return False
+        protected = status.protected_step is not None and status.protected_step > newer_than
+        return protected and status.losses_covered >= losses and all(peer.up for peer in status.group)
+
+    def status(self) -> Status:
+        return fetch_status(self.cluster.nodes[0].identity, timeout_s=ANSWER_S)
+
     def read_results(self) -> list[Result]:
         try:
-            texts = [self._result_of(rank).read_bytes() for rank in range(self.job.nproc)]
+            texts = [self._result_of(rank).read_bytes() for rank in range(NODES)]
         except FileNotFoundError as error:
             raise self._failure(f"left no result at {error.filename}") from error
         return [msgspec.json.decode(text, type=Result) for text in texts]
@@ -135,18 +141,40 @@ class Training:
 
     def wait_for_quiet(self) -> list[str]:
         """The processes that are still there `EXIT_S` after a normal end: keepstep promises that there are none."""
-        return self.processes.wait_for_quiet(timeout_s=EXIT_S)
-
-    def kill(self, pid: int) -> None:
-        if not self.processes.kill(pid):
-            raise Error(f"process {pid} was gone before it could be killed", hint=f"read {self.output}")
-
-    def _end_launcher(self) -> None:
-        """Ask first: the launcher ends its trainers in order."""
-        if self.launcher.poll() is None:
-            self.launcher.terminate()
         try:
-            self.launcher.wait(EXIT_S)
-        except subprocess.TimeoutExpired:
-            self.launcher.kill()
-            self.launcher.wait(EXIT_S)
+            wait_until(lambda: not self._living(), timeout_s=EXIT_S)
+        except AssertionError:
+            return [f"{pid} {read_command(pid)}" for pid in self._living()]
+        return []
+
+    def _living(self) -> list[int]:
+        return [pid for node in self.cluster.nodes for pid in node.processes()]
+
+    # What is done to it. By position: a node that takes another one's place has its position too.
+
+    def kill_trainer(self, position: int) -> str:
+        node = self.cluster.nodes[position]
+        return f"pid {node.kill_trainer()} on {node.node_id}"
+
+    def kill_keeper(self, position: int) -> str:
+        node = self.cluster.nodes[position]
+        return f"pid {node.kill_keeper()} on {node.node_id}"
+
+    def kill_nodes(self, positions: Sequence[int]) -> str:
+        """All of them at once; another machine takes the place of each."""
+        nodes: list[Node] = [self.cluster.nodes[position] for position in positions]
+        counts = [len(node.processes()) for node in nodes]
+        for node in nodes:
+            node.freeze()  # nobody sees another one die
+        for node in nodes:
+            node.kill()
+        for position in positions:
+            self.cluster.replace(position)
+        return ", ".join(f"{node.node_id}: {number} processes" for node, number in zip(nodes, counts, strict=True))
+
+
+def read_command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return "(gone)"
