@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PACKAGES = ("keepstep", "torch", "numpy", "msgspec", "xxhash", "lm-resiliency", "dlrover")
+PACKAGES = ("keepstep", "torch", "numpy", "msgspec", "xxhash", "pyeclib", "lm-resiliency", "dlrover")
 GIT_TIMEOUT_S = 10
 
 

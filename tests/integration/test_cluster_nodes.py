@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from keepstep.errors import ConfigError
-from keepstep.testing.cluster import LocalCluster, Node
+from keepstep.testing.cluster import LocalCluster
 from keepstep.testing.network import Namespaces
+from keepstep.testing.node import Node
 
 SCRIPT = Path(__file__).with_name("cluster_trainer.py")
 LONG = "100000"

@@ -24,7 +24,8 @@ from keepstep.arena.slots import Arena
 from keepstep.client import KeeperClient
 from keepstep.config import Config, KeeperConfig, ParityConfig, PeersConfig
 from keepstep.errors import Error
-from keepstep.identity import Identity
+from keepstep.identity import Identity, ensure_private
+from keepstep.keeper.network import SEAT
 from keepstep.keeper.runtime import Keeper
 from keepstep.layout import Layout, digest
 from keepstep.membership import with_own_card
@@ -298,10 +299,15 @@ class Run:
             self.nodes[node_id] = Node(self, node_id)
             self.nodes[node_id].hello()
 
-    def revive(self, node_id: str) -> Node:
+    def revive(self, node_id: str, *, same_port: bool = True) -> Node:
         """The node's keeper dies and another one takes its memory and its trainers over, in mid-training."""
         before = self.nodes[node_id]
+        seat = before.identity.directory / SEAT
+        told = seat.read_bytes()
         before.end_keeper()
+        if same_port:  # one that is killed leaves it behind
+            ensure_private(seat.parent)
+            seat.write_bytes(told)
         held, before.fds = before.fds, {}
         after = self.nodes[node_id] = Node(self, node_id, held)
         if before.membership is not None:
@@ -367,9 +373,13 @@ class Run:
         answers = self.each(lambda trainer: trainer.restore())
         versions = {answer.version for answer in answers}
         assert len(versions) == 1, f"ranks restore different versions: {versions}"
+        self.go()
+        return answers
+
+    def go(self) -> None:
+        """All ranks have their state: training begins."""
         self.each(lambda trainer: trainer.get_ready())
         self.each(lambda trainer: trainer.loaded())
-        return answers
 
     def start(self, order: list[str], former: list[NodeCard] | None = None) -> list[RestoreFrom]:
         self.begin(order, former)

@@ -149,7 +149,8 @@ class Rules:
 
     def _hurt(self, group: ParitySet, version: Version) -> set[int]:
         """Positions that the simulation took away or damaged."""
-        present = {machine.node_id for machine in self._present()} - self.world.launcher.unwanted
+        launcher = self.world.launcher
+        present = {n for n in launcher.order if self.world.machines[n].alive} - launcher.unwanted
         return {
             p for p, node_id in enumerate(group.members) if node_id not in present or (node_id, version) in self.hurt
         }

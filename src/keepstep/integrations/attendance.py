@@ -18,17 +18,18 @@ from __future__ import annotations
 import logging
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
+from keepstep.integrations.document import Document, Store
+from keepstep.integrations.probe import PROBE_S, answers
 from keepstep.integrations.rounds import (
     Board,
     Rules,
@@ -47,9 +48,6 @@ from keepstep.membership import SECRET_BYTES, Known, agree, newest_members
 from keepstep.protocol import NodeCard
 
 STANDING_S, JOINING_S = 0.5, 0.1  # between two looks at the store: while workers run, while they wait for a round
-REREAD_S = 5.0  # the document is read at least so often, also when the count of changes says nothing new
-PROBE_S = 1.5  # deadline for, and pause between, two tries to reach the keeper of a silent agent
-NONSENSE = bytes(64)
 DUPLICATE_S = 10.0  # how long the agent that spoke for this node before may take to end
 END_S = 6.0  # for the thread to come back from the store
 NEVER = 1 << 62
@@ -57,17 +55,6 @@ DECIDERS = 3  # of the living candidates the first few may begin a round: enough
 
 log = logging.getLogger("keepstep.launcher")
 T = TypeVar("T")
-
-
-class Store(Protocol):
-    """What is used of torch's TCPStore."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def set(self, key: str, value: str, /) -> None: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 class StoreLostError(Exception):
@@ -126,14 +113,14 @@ class Attendance:
         self.view = View()
         self._rules, self._connect, self._store_s = rules, connect, store_s
         self._wish: Joining | Member | None = None
+        self._member: Member | None = None
         self._changed = threading.Condition()
         self._calls: queue.SimpleQueue[Callable[[Store], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._attend, name="keepstep-attendance", daemon=True)
         self._ended = False
         # The thread's own
         self._card = ""
-        self._text, self._board = "", Board()
-        self._seen = (-1, 0.0)
+        self._document = Document()
         self._silences, self._listened = Silences(), time.monotonic()
         self._enough_since = 0.0
         self._asked_in = NEVER
@@ -199,13 +186,13 @@ class Attendance:
         except FutureTimeout:
             raise StoreLostError(f"the rendezvous store did not answer within {timeout_s:g} s") from None
 
-    def gather(self, keys: list[str], round_: int, *, timeout_s: float) -> list[bytes]:
-        """Wait until the members of a round have written all of these."""
+    def gather(self, keys: list[str], *, timeout_s: float) -> list[bytes]:
+        """Wait until the members of this agent's round have written all of these."""
         deadline = time.monotonic() + timeout_s
         while not self.run(lambda store: store.check(keys), timeout_s=self._store_s):
             if self.view.board.closed:
                 raise ClosedError("the job is over")
-            if reason := self.why_ended(round_):
+            if reason := self.why_ended():
                 raise RoundEndedError(reason)
             if time.monotonic() > deadline:
                 raise RoundEndedError(f"not all nodes were ready within {timeout_s:g} s")
@@ -222,15 +209,18 @@ class Attendance:
     def give_up(self, round_: int, reason: str) -> None:
         """This member cannot go on with a round that all others may be waiting in."""
         self.run(
-            lambda store: self._update(store, lambda board: end_round(board, round_, reason)), timeout_s=self._store_s
+            lambda store: self._document.update(store, lambda board: end_round(board, round_, reason)),
+            timeout_s=self._store_s,
         )
 
-    def why_ended(self, round_: int) -> str:
-        """Why workers of a round must be stopped, "" while it stands."""
-        board = self.view.board
-        if board.round == round_:
+    def why_ended(self) -> str:
+        """Why the round that this agent last had a place in is over, "" while it stands."""
+        board, member = self.view.board, self._member
+        if member is None or not board.members:
+            return ""  # an empty store is one that has forgotten: no reason to stop anybody
+        if board.agreement == member.board.agreement:
             return board.broken
-        return f"the job has gone on without this node, in round {board.round}" if board.round > round_ else ""
+        return f"the job has gone on without this node, in round {board.round}"
 
     def publish_card(self, known: Known) -> None:
         """This node's keeper has another address now. Nobody waits for it: it serves later verdicts only."""
@@ -244,7 +234,9 @@ class Attendance:
                 with self._changed:
                     self._wish = None
                 self.run(
-                    lambda store: self._update(store, lambda board: leave(board, self.seat.agent, close=close)),
+                    lambda store: self._document.update(
+                        store, lambda board: leave(board, self.seat.agent, close=close)
+                    ),
                     timeout_s=timeout_s,
                 )
             told = True
@@ -269,7 +261,8 @@ class Attendance:
         while not self._ended:
             try:
                 if store is None:
-                    store, self._seen = self._connect(), (-1, 0.0)
+                    store = self._connect()
+                    self._document.doubt()
                     if self._card:  # it may be a new store that knows nobody
                         store.set(f"card/{self.seat.agent}", self._card)
                 self._look(store)
@@ -290,7 +283,8 @@ class Attendance:
 
     def _look(self, store: Store) -> None:
         store.add(f"beat/{self.seat.agent}", 1)
-        board, wish = self._read(store), self._wish
+        wish = self._wish
+        board = self._document.read(store)
         missing, duplicate = "", False
         if isinstance(wish, Member):
             self._listen(store, [*watched(board, wish.rank), *board.waiting])
@@ -326,13 +320,14 @@ class Attendance:
         if board.closed and not self._was_open:
             if not all(self._dead(seat) for seat in [*board.members, *board.waiting] if seat.agent != self.seat.agent):
                 return board, "the agents of a job that is over are still there", False
-            board = self._write(store, reopen(board)) or board
+            board = self._document.write(store, reopen(board)) or board
         if board.closed:
             return board, "", False
         self._was_open = True
         if board.stands and rank is not None and board.round > self._asked_in:
             with self._changed:
-                self._wish = Member(board, rank, False, time.monotonic())
+                self.view = View(board)  # first: `why_ended` compares the two
+                self._wish = self._member = Member(board, rank, False, time.monotonic())
             return board, "", False
         if self.seat not in board.waiting:
             return self._ask(store, board, wish)
@@ -353,7 +348,7 @@ class Attendance:
         agent = self.seat.agent
         store.set(f"members/{agent}", msgspec.json.encode(wish.members).decode())
         self._put_card(store, wish.known)
-        written = self._write(store, arrive(board, self.seat))
+        written = self._document.write(store, arrive(board, self.seat))
         if written is not None:
             self._asked_in, self._enough_since = written.round, 0.0
         return written or board, "", False
@@ -390,7 +385,7 @@ class Attendance:
         agreement = agree([known[seat.agent] for seat in members], last, nonce=nonce, secret=secret)
         key = f"agreement/{board.round + 1}.{nonce:x}"
         store.set(key, msgspec.json.encode(agreement).decode())
-        written = self._write(store, begin(board, members, key, alive))
+        written = self._document.write(store, begin(board, members, key, alive))
         if written is not None:
             log.info("round %d begins: %s", written.round, reason)
         return written or board, reason
@@ -398,18 +393,22 @@ class Attendance:
     # Watching a round
 
     def _watch(self, store: Store, board: Board, member: Member) -> Board:
-        if board.round != member.round or not board.stands:
+        if not board.members:
+            # The store came back empty. Members know where the job stands, and one of them says so.
+            remembered = msgspec.structs.replace(member.board, waiting=board.waiting)
+            return self._document.write(store, remembered) or board
+        if board.agreement != member.board.agreement or not board.stands:
             return board
         for seat in watched(board, member.rank):
             if self._dead(seat) and (reason := self._verdict(store, seat, member)):
                 log.warning("verdict: %s", reason)
-                return self._write(store, end_round(board, member.round, reason)) or board
+                return self._document.write(store, end_round(board, member.round, reason)) or board
         room = self._rules.max_nodes - len(board.members)
         if member.rank == 0 and member.begun and room > 0:
             ready = [seat for seat in board.waiting if not self._dead(seat)]
             if ready and time.monotonic() - member.since > self._rules.settle_s:
                 reason = f"node {ready[0].node_id} is invited into a free place"
-                return self._write(store, end_round(board, member.round, reason)) or board
+                return self._document.write(store, end_round(board, member.round, reason)) or board
         return board
 
     def _verdict(self, store: Store, seat: Seat, member: Member) -> str:
@@ -430,55 +429,6 @@ class Attendance:
                 log.warning("the agent of node %s is silent, its keeper answers: training goes on", seat.node_id)
             return ""
         return f"{silent}, and its keeper does not answer at {card.address}:{card.port}"
-
-    # The document
-
-    def _read(self, store: Store) -> Board:
-        changes, now = store.add("changes", 0), time.monotonic()
-        if changes == self._seen[0] and now - self._seen[1] < REREAD_S:
-            return self._board
-        text = store.compare_set("board", "", "").decode()
-        if not text and self._text and isinstance(self._wish, Member):
-            # A store that came back empty: members know where the job stands, and one of them says so.
-            text = store.compare_set("board", "", self._text).decode()
-        self._text, self._seen = text, (changes, now)
-        self._board = msgspec.json.decode(text, type=Board) if text else Board()
-        return self._board
-
-    def _update(self, store: Store, change: Callable[[Board], Board]) -> None:
-        """Change the document, whoever else does at the same time."""
-        while self._write(store, change(self._read(store))) is None:
-            pass
-
-    def _write(self, store: Store, board: Board) -> Board | None:
-        """None when somebody else was quicker: look again."""
-        text = msgspec.json.encode(board).decode()
-        if text == self._text:
-            return board
-        found = store.compare_set("board", self._text, text).decode()
-        self._seen = (-1, 0.0)
-        if found != text:
-            return None
-        self._text, self._board = text, board
-        self.view = View(board)
-        store.add("changes", 1)
-        return board
-
-
-def answers(card: NodeCard) -> bool:
-    """Whether a keeper lives: one that gets nonsense hangs up at once, with TLS or without.
-
-    A connection alone says nothing: the kernel accepts it for a process that is stopped.
-    """
-    try:
-        with socket.create_connection((card.address, card.port), timeout=PROBE_S) as sock:
-            sock.sendall(NONSENSE)
-            sock.recv(1)
-    except ConnectionResetError:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 def _first_line(error: BaseException) -> str:

@@ -94,14 +94,14 @@ class KeptRendezvous(RendezvousHandler):
             self._member = member = self._join(known, members)
             try:
                 return self._settle(member)
-            except (RoundEndedError, StoreLostError) as error:
+            except (RoundEndedError, StoreLostError, ClosedError) as error:  # joining says which it was, and to whom
                 log.warning("round %d ended before it began, joining the next one: %s", member.round, error)
             except RuntimeError as error:  # a store connection: torch raises nothing finer
                 log.warning("round %d: %s", member.round, str(error).partition("\n")[0])
 
     def num_nodes_waiting(self) -> int:
         """1 when the round is over, for a reason that is logged. Never blocks, never raises."""
-        reason = self._attendance.why_ended(self._member.round) if self._member is not None else ""
+        reason = self._attendance.why_ended()
         if reason and not self._restarting:
             self._restarting = True
             log.warning("the workers of this node are restarted: %s", reason)
@@ -193,7 +193,7 @@ class KeptRendezvous(RendezvousHandler):
             self._attendance.run(lambda store: store.set(f"store/{round_}", bootstrap), timeout_s=read_s)
         self._attendance.run(lambda store: store.set(f"ready/{round_}/{rank}", "1"), timeout_s=read_s)
         ready = [f"ready/{round_}/{other}" for other in range(len(agreed.nodes))]
-        place, *_ = self._attendance.gather([f"store/{round_}", *ready], round_, timeout_s=read_s)
+        place, *_ = self._attendance.gather([f"store/{round_}", *ready], timeout_s=read_s)
         # The agent's own connection: it waits in it, and the other one must go on beating.
         store = self._attendance.run(lambda _: self._connect(read_s), timeout_s=read_s)
         self._attendance.begun()

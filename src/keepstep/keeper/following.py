@@ -56,6 +56,8 @@ def appoint(node: Node) -> None:
     members = {card.node_id: card.domain for card in membership.nodes}
     former = tuple(card.node_id for card in membership.former)
     node.job = Job(node.incarnation, members, former, terms, node.now)
+    # The membership of the others names the keeper that coordinated before this one.
+    node.job.moved_to(node.card)
 
 
 def members_set(node: Node, event: e.MembersSet) -> None:

@@ -40,7 +40,7 @@ from keepstep.keeper.words import (
 from keepstep.parity.placement import Place, cut_groups, keep_positions
 from keepstep.protocol import NodeCard
 from keepstep.recovery.inventory import Inventory, SetKey
-from keepstep.recovery.plan import Plan, covering, plan
+from keepstep.recovery.plan import OWN, Piece, Plan, covering, plan
 from keepstep.types import Incarnation, Version
 
 GATHERING, RESTORING, SERVING = "gathering", "restoring", "serving"
@@ -251,27 +251,39 @@ class Job:
         rejoined = all(r.state == SERVING for r in reports)
         unknown = Orders(self.incarnation, 0, 0) if rejoined else None  # all keepers came back without a ledger
         newest = max(followed, key=lambda orders: orders.order, default=unknown)
-        self._form_groups(reports)
+        stood = self._keep_groups(followed)
+        if not stood:
+            self._form_groups(reports)
         epoch = newest.epoch + 1 if newest is not None else 1
-        self.orders = Orders(self.incarnation, epoch, 1, every=reports[0].every)
+        self.orders = Orders(self.incarnation, epoch, 1, every=reports[0].every, cards=tuple(self.cards.values()))
         begun = any(o.restore is not None and o.restore.begin for o in followed)
         if newest is None or not (begun or rejoined):
             numbers = [o.restore.number for o in followed if o.restore is not None]
             self.plan_number = max([self.plan_number, *numbers])
             self.state = RESTORING
             return
+        if any(r.state == RESTORING and (r.inventory is None or not r.whole) for r in reports):
+            return  # its keeper died between BEGIN and the first step: what its ranks restore must be found again
         self._take_over(newest, reports, now)
+        if self.orders.target is not None and not stood:
+            self._abandon("its groups are not known any more", now)  # parity of two placements must not mix
 
     def _take_over(self, newest: Orders, reports: list[Report], now: float) -> None:
+        self.cards = {card.node_id: card for card in newest.cards} | self.cards
         self.orders = msgspec.structs.replace(
-            newest, epoch=self.orders.epoch, seq=1, group=None, restore=None, retain_seq=1, grants=()
-        )
+            newest, epoch=self.orders.epoch, seq=1, group=None, restore=None, retain_seq=1, grants=(),
+            cards=tuple(self.cards.values()),
+        )  # fmt: skip
         self.outcomes.extend(newest.outcomes)
         told = [r.orders.complete for r in reports if r.orders is not None and r.orders.complete is not None]
         if newest.complete is not None and max(told, default=newest.complete) > newest.complete:
             self._change(exposed=True)  # a ledger does not say it, but nothing else takes a version back
+        plans = [r.orders.restore for r in reports if r.orders is not None and r.orders.restore is not None]
+        self.plan_number = max([self.plan_number, *(plan.number for plan in plans)])
         for report in reports:  # nodes that have not begun hear it again
             last = report.orders.restore if report.orders is not None else None
+            if last is None and report.state == RESTORING:
+                last = _lying_there(report, newest.complete, self.plan_number)
             if last is not None:
                 self.pieces[report.node_id] = msgspec.structs.replace(last, begin=True)
         settled = max((outcome.serial for outcome in self.outcomes), default=0)
@@ -284,6 +296,14 @@ class Job:
             self._count(report, now)
         self.state = SERVING
         self._change(grants=tuple(GrantOrder(g.serial, g.step) for g in self.open), serial=self.serial)
+
+    def _keep_groups(self, followed: list[Orders]) -> bool:
+        """The groups of this incarnation, where somebody knows them all: they never change while it lasts."""
+        known = {node_id: o.group for o in followed if o.group is not None for node_id in o.group.members}
+        if known.keys() != self.views.keys():
+            return False
+        self.groups, self.losses = known, min(group.losses for group in known.values())
+        return True
 
     def _form_groups(self, reports: list[Report]) -> None:
         losses = min(reports[0].losses, len(reports) - 1)
@@ -561,6 +581,19 @@ class Job:
 
 def _keep(found: set[str], node_id: str, belongs: bool) -> None:
     (found.add if belongs else found.discard)(node_id)
+
+
+def _lying_there(report: Report, version: Version | None, number: int) -> RestoreOrder:
+    """What the ranks of a node restored before its keeper died: no rank has stepped since, so it is complete still."""
+    held = {h.rank: h for h in report.inventory.holdings if h.version == version} if report.inventory else {}
+    pieces = tuple(
+        Piece(h.version, rank, OWN, report.node_id, h.size_bytes, h.local_index, h.arena_id, h.slot)
+        for rank, h in held.items()
+        if rank in report.ranks
+    )
+    sizes = (report.world_size, len(report.ranks))
+    why = ("this node's keeper died when all had begun",)
+    return RestoreOrder(number, version, pieces, why, world_size=sizes[0], local_world_size=sizes[1])
 
 
 def _progress_now(view: View, now: float) -> int:

@@ -54,7 +54,7 @@ def take_plan(node: Node, order: RestoreOrder) -> None:
         for piece in order.pieces:
             _bring(node, piece)
         _check_ready(node)
-    if order.begin and node.restored == order.number and node.decision.number == order.number:
+    if node.state == RESTORING and order.begin and node.restored == order.number == node.decision.number:
         node.decision = order
         _begin(node)
     elif order.failure:
@@ -80,6 +80,8 @@ def _bring(node: Node, piece: Piece) -> None:
         return
     register = member.register
     known = node.arena_of(member.index)
+    if known is not None and any(s.version == piece.version for s in known.slots):
+        known = None  # another rank's bytes of this version are kept there: both would leave no slot to write into
     empty = next((s for s in known.slots if s.state in (FREE, CORRUPT)), None) if known is not None else None
     generation = 1 + max((a.generation for a in node.arenas.values() if a.local_index == member.index), default=0)
     node.bringing.add(piece.rank)
@@ -149,6 +151,8 @@ def _check_ready(node: Node) -> None:
         return
     if all(piece.rank in node.places for piece in decision.pieces):
         node.restored = decision.number
+        if decision.begin and node.state == RESTORING:  # all others have begun, and this keeper is a new one
+            _begin(node)
 
 
 def _begin(node: Node) -> None:
