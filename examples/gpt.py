@@ -54,8 +54,8 @@ def train(options: argparse.Namespace) -> None:
     model = GPT(shape)
     if world_size > 1:
         shard(model)
-    optimizer = AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    scheduler = CosineAnnealingLR(optimizer, T_max=options.steps, eta_min=2e-4)
+    optimizer = AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = CosineAnnealingLR(optimizer, T_max=options.steps, eta_min=1e-4)
     batches = Batches(text, context=shape.context, size=options.batch, seed=options.seed * 1000 + rank)
     torch.manual_seed(options.seed * 1000 + rank)  # from here on each rank draws its own dropout masks
     log = Log(options.log_file, silent=rank != 0)
@@ -96,8 +96,8 @@ def train_one_step(model: nn.Module, optimizer: Optimizer, scheduler: LRSchedule
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     vocabulary: int
-    context: int = 128
-    layers: int = 3
+    context: int = 64
+    layers: int = 2
     heads: int = 4
     width: int = 96
     dropout: float = 0.1

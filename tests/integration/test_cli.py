@@ -15,6 +15,7 @@ import queue
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,13 +34,14 @@ from keepstep.arena.header import Progress, TrainerHeader
 from keepstep.arena.slots import Arena
 from keepstep.cli import checks, doctor, verify
 from keepstep.cli.client import Borrowed, fetch_status, read_status
+from keepstep.cli.cost import headline, unprotected
 from keepstep.cli.drills.bits import REGIONS, choose_target
 from keepstep.cli.inspect import ArenaView, EntriesView, Inspection, SlotView
 from keepstep.cli.main import COMMANDS, main
 from keepstep.cli.plan import Forecast
 from keepstep.cli.release import Released
-from keepstep.cli.cost import headline, unprotected
 from keepstep.cli.status import RunStatus
+from keepstep.cli.store import parse_address
 from keepstep.client import KeeperClient
 from keepstep.config import Config, resolve
 from keepstep.errors import KeeperError
@@ -388,8 +390,8 @@ def test_every_command_and_option_is_in_the_documentation() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [Status, KeeperStatus, RankStatus, SlotStatus, PeerStatus, Forecast, PlannedPiece, RunStatus, Inspection, ArenaView, SlotView, EntriesView,
-     verify.Verification, verify.Verdict, doctor.Report, checks.Finding],
+    [Status, KeeperStatus, RankStatus, SlotStatus, PeerStatus, Forecast, PlannedPiece, RunStatus, Inspection,
+     ArenaView, SlotView, EntriesView, verify.Verification, verify.Verdict, doctor.Report, checks.Finding],
 )  # fmt: skip
 def test_every_field_of_the_json_is_in_the_documentation(kind: type[msgspec.Struct]) -> None:
     text = DOCS.read_text(encoding="utf-8")
@@ -1013,6 +1015,30 @@ def test_run_hands_everything_to_torchrun(node: Node, tmp_path: Path) -> None:
     done = node.process("run", "--nproc-per-node=2", str(script), "--help", "-x", KEEPSTEP_RUN_ID="run-r")
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["--help -x run-r"] * 2
+
+
+def test_the_store_is_served_until_it_is_told_to_end(node: Node) -> None:
+    store = subprocess.Popen(
+        [sys.executable, "-m", "keepstep.cli.main", "store", "--bind", "127.0.0.1:0"], env=node.environ, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert store.stdout is not None
+    place = re.search(r"served at 127\.0\.0\.1:(\d+)", store.stdout.readline())
+    assert place is not None
+    assert f"--rdzv-endpoint=127.0.0.1:{place[1]} --rdzv-conf=is_host=0" in store.stdout.readline()
+    socket.create_connection(("127.0.0.1", int(place[1])), timeout=WAIT_S).close()
+    store.send_signal(signal.SIGTERM)
+    rest, _ = store.communicate(timeout=WAIT_S)
+    assert (store.returncode, rest) == (0, "the store ends\n")
+
+
+@pytest.mark.parametrize("address", ["29400", "host:", "host:x", ":29400", "host:65536"])
+def test_an_address_of_the_store_that_makes_no_sense_is_refused(node: Node, address: str) -> None:
+    assert_error(node.cli("store", "--bind", address), "is not HOST:PORT")
+
+
+def test_the_store_takes_an_ipv6_address_in_brackets() -> None:
+    assert parse_address("[::1]:29400") == ("::1", 29400)
 
 
 def test_demo_passes_its_errors_on(node: Node) -> None:

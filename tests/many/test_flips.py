@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from clones import Image, protected_image
-from flips import IN_PARITY, IN_SLOTS, flip_in
+from flips import IN_PARITY, IN_SLOTS, Flip, flip_in
 from nodes import Run
 
 from keepstep.errors import Error, IntegrityError, RecoveryError
+from keepstep.keeper.runtime import TICK_S
 from keepstep.protocol import RestoreFrom
 
 PARTS = (*IN_SLOTS, *IN_PARITY)
@@ -62,10 +64,9 @@ def flipped(image: Image, *what: str, seed: int, lost: tuple[str, ...], late: bo
     draw = random.Random(f"{seed}{what}{lost}{late}")
     memory = dict(image.memory)
     flips = []
+    left = [node for node in image.order if node not in lost]
     for part in what:
-        node_id = draw.choice([node for node in image.order if node not in lost])
-        pristine = image.memory[node_id]
-        flip = flip_in(part, pristine, image.version, draw, run_id=image.run.run_id, node_id=node_id)
+        node_id, flip = draw_flip(part, image, draw.sample(left, len(left)), draw)
         flips.append((node_id, flip))
         if not late:
             memory[node_id] = flip.of(memory[node_id])
@@ -73,6 +74,8 @@ def flipped(image: Image, *what: str, seed: int, lost: tuple[str, ...], late: bo
         for node_id, flip in flips:
             if late:
                 flip.now(run.nodes[node_id].fds[flip.name])
+        if late and "arena header" in what:
+            time.sleep(2 * TICK_S)  # the keeper writes it again
         run.begin(image.places(lost))
         outcome = restored(run)
         if exact:
@@ -80,6 +83,15 @@ def flipped(image: Image, *what: str, seed: int, lost: tuple[str, ...], late: bo
         if image.version in outcome:
             run.go()
             run.protect()
+
+
+def draw_flip(part: str, image: Image, nodes: list[str], draw: random.Random) -> tuple[str, Flip]:
+    """In the first of these nodes that has such a part: small states have no parity on some."""
+    for node_id in nodes:
+        flip = flip_in(part, image.memory[node_id], image.version, draw, run_id=image.run.run_id, node_id=node_id)
+        if flip is not None:
+            return node_id, flip
+    raise AssertionError(f"no {part} on {nodes}")
 
 
 def restored(run: Run) -> list[object]:

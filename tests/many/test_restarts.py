@@ -92,7 +92,8 @@ def test_the_next_older_version_when_the_newest_is_not_covered_yet(place: Path) 
         run.start(["a", "b", "c"])
         covered = run.protect()
         run.train_until(
-            lambda: all(t.complete is not None and t.complete > covered for t in run.trainers), "a newer one is complete"
+            lambda: all(t.complete is not None and t.complete > covered for t in run.trainers),
+            "a newer one is complete",
         )
         newest = run.trainers[0].complete
         assert newest is not None

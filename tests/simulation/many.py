@@ -117,11 +117,11 @@ class Network:
                     self._notify(link, side, peer.node_id, up)
 
     def _may_link(self, one: Machine, other: Machine) -> bool:
-        """Both know each other's node, and one of them where the other's keeper is now."""
+        """Both have the secret of the run, and one of them knows where the other's keeper is now."""
         if not (one.alive and other.alive and one.core and other.core) or one.frozen or other.frozen:
             return False
         mine, theirs = one.met.get(other.node_id), other.met.get(one.node_id)
-        return None not in (mine, theirs) and (mine == other.card.instance or theirs == one.card.instance)
+        return bool(one.met and other.met) and (mine == other.card.instance or theirs == one.card.instance)
 
     def _notify(self, link: Link, side: Machine, peer: str, up: bool) -> None:
         at = max(self.world.now + self.world.random.uniform(0.01, 0.2), link.heard_until.get(side.node_id, 0.0))

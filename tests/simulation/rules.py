@@ -97,8 +97,11 @@ class Rules:
 
     def promised(self, machine: Machine, version: Version) -> None:
         """A rank was told that this version is complete."""
-        job = self._coordinator()
-        if self._current(machine):
+        job, launcher = self._coordinator(), self.world.launcher
+        if version.incarnation.number != launcher.number and launcher.former:
+            return  # of a life that is over, of which a node is missing already
+        whole = not launcher.unwanted and all(self.world.machines[node_id].alive for node_id in launcher.order)
+        if self._current(machine) and whole:
             self.completed = max(self.completed or version, version)
             damaged = any(version == hurt for _, hurt in self.hurt)
             if not damaged and (job is None or not job.exposed):
@@ -164,7 +167,7 @@ class Rules:
         """By brute force: every loss that the code still has to cover, and any version that is new enough."""
         present = {machine.node_id: machine for machine in self._present()}
         for more in range(group.losses - len(hurt) + 1):
-            for lost in itertools.combinations(present, more):
+            for lost in itertools.combinations([m for m in group.members if m in present], more):
                 left = [machine for node_id, machine in present.items() if node_id not in lost]
                 if not any(self._can_be_had(version, left) for version in self._versions(cover.version, left)):
                     return False

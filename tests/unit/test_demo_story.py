@@ -20,7 +20,7 @@ from keepstep.cli.story.report import Summary, report
 from keepstep.errors import ConfigError
 
 STEPS = 20
-A_TRAINER, ALL, KEEPER, _ = FAULTS
+A_TRAINER, KEEPER, A_NODE, _ = FAULTS
 LAST_BIT = "0x1.a000000000000p+0 undisturbed, 0x1.a000000000001p+0 struck"
 
 
@@ -30,11 +30,11 @@ def step(number: int, *, time: float, loss: float | None = None) -> Step:
 
 
 def started(*pids: int, time: float = 0.0) -> Started:
-    return Started(incarnation=1, pids=list(pids), time=time)
+    return Started(incarnation=1, pids=list(pids), nodes=[f"node{rank}" for rank in range(len(pids))], time=time)
 
 
-def restored(number: int, *, time: float = 0.0) -> Restored:
-    return Restored(step=number, source="memory", seconds=0.02, time=time)
+def restored(number: int, *, time: float = 0.0, source: str = "memory") -> Restored:
+    return Restored(step=number, sources=["memory", source], seconds=0.02, time=time)
 
 
 def observed(*events: Event, run: Run | None = None) -> Run:
@@ -69,10 +69,11 @@ def struck_run() -> Run:
         event = step(number, time=now)
         run.observe(event)
         if fault := find_due(run, event, faults=FAULTS, steps=STEPS):
-            strike(run, fault, at=now + 0.5)
-            if fault.target != "keeper":
+            outcome = strike(run, fault, at=now + 0.5)
+            if outcome.expected_source is not None:
                 now += 5.0
-                observed(started(3, 4, time=now), restored(number, time=now), run=run)
+                source = outcome.expected_source
+                observed(started(3, 4, time=now), restored(number, time=now, source=source), run=run)
     run.results = results()
     return run
 
@@ -88,8 +89,10 @@ def told(calm: Run, struck: Run, judgement: Judgement, *, out: Path) -> str:
 
 
 def test_lines_of_the_example_are_understood_and_unknown_fields_ignored() -> None:
-    line = b'{"event": "restored", "step": 7, "source": "memory", "seconds": 0.5, "incarnation": 2, "time": 3.0}'
-    assert msgspec.json.decode(line, type=Event) == Restored(step=7, source="memory", seconds=0.5, time=3.0)
+    line = b'{"event": "restored", "step": 7, "sources": ["memory", "parity"], "seconds": 0.5, "more": 2, "time": 3.0}'
+    event = msgspec.json.decode(line, type=Event)
+    assert event == Restored(step=7, sources=["memory", "parity"], seconds=0.5, time=3.0)
+    assert event.source == "parity", "the furthest that any rank had to go"
 
 
 def test_a_first_start_is_not_a_restart() -> None:
@@ -136,7 +139,7 @@ def test_after_the_death_of_the_keeper_the_next_step_counts_and_no_restart_is_ex
 
 def test_beginning_anew_loses_every_step() -> None:
     run = observed(started(1, 2), step(0, time=1.0), step(1, time=2.0))
-    outcome = strike(run, ALL, at=2.5)
+    outcome = strike(run, A_NODE, at=2.5)
     observed(started(3, 4), step(0, time=9.0), run=run)
     assert outcome.steps_lost == 2
 
@@ -157,7 +160,7 @@ def due(run: Run, event: Event) -> Fault | None:
 
 def test_a_fault_is_due_once_its_part_of_the_run_is_done() -> None:
     run = observed(started(1, 2))
-    assert [due(run, step(number, time=float(number))) for number in range(5)] == [None] * 4 + [A_TRAINER]
+    assert [due(run, step(number, time=float(number))) for number in range(4)] == [None] * 3 + [A_TRAINER]
 
 
 def test_no_fault_is_due_before_the_one_before_is_over() -> None:
@@ -167,7 +170,7 @@ def test_no_fault_is_due_before_the_one_before_is_over() -> None:
     assert due(run, step(10, time=4.6)) is None, "done before the signal landed"
     assert due(run, started(3, 4)) is None
     assert due(run, restored(10)) is None
-    assert due(run, step(11, time=9.0)) is ALL
+    assert due(run, step(11, time=9.0)) is KEEPER
 
 
 def test_an_undisturbed_run_has_no_fault_due_and_a_struck_one_each_fault_once() -> None:
@@ -207,7 +210,11 @@ def break_steps(struck: Run) -> None:
 
 
 def break_restore(struck: Run) -> None:
-    struck.outcomes[1].restored = None
+    struck.outcomes[2].restored = None
+
+
+def break_source(struck: Run) -> None:
+    struck.outcomes[2].restored = restored(5, source="memory")
 
 
 def break_resumption(struck: Run) -> None:
@@ -215,11 +222,11 @@ def break_resumption(struck: Run) -> None:
 
 
 def break_keeper(struck: Run) -> None:
-    struck.outcomes[2].restarts = 1
+    struck.outcomes[1].restarts = 1
 
 
 def break_faults(struck: Run) -> None:
-    del struck.outcomes[2]
+    del struck.outcomes[1]
 
 
 def break_peace(struck: Run) -> None:
@@ -233,10 +240,11 @@ def break_peace(struck: Run) -> None:
         (break_digest, "rank 0 ends with another state: optimizer"),
         (break_total, "rank 1 ends with another state: parts"),
         (break_steps, "1 steps were never done, first step 6"),
-        (break_restore, "nothing was restored after the death of all trainers"),
-        (break_resumption, "no step followed the death of another trainer"),
-        (break_keeper, "training restarted after the death of the keeper"),
-        (break_faults, "the keeper was never killed"),
+        (break_restore, "nothing was restored after the death of a node"),
+        (break_source, "parity was to be the source after the death of a node"),
+        (break_resumption, "no step followed the death of two nodes at once"),
+        (break_keeper, "training restarted after the death of a keeper"),
+        (break_faults, "a keeper was never killed"),
         (break_peace, "training restarted 1 times without the death of a trainer"),
     ],
 )
@@ -275,15 +283,15 @@ def write_summary(tmp_path: Path, summary: Summary) -> dict[str, Any]:
 
 def test_the_summary_of_two_runs_holds_every_failure_and_result(tmp_path: Path) -> None:
     calm, struck = calm_run(), struck_run()
-    summary = Summary(steps=STEPS, nproc=2, seed=0, judgement=judge(calm, struck), calm=calm, struck=struck)
+    summary = Summary(steps=STEPS, nodes=4, losses=2, seed=0, judgement=judge(calm, struck), calm=calm, struck=struck)
     content = write_summary(tmp_path, summary)
-    assert (content["schema"], content["verdict"], content["identical"]) == (1, VERDICT, True)
+    assert (content["schema"], content["verdict"], content["identical"]) == (2, VERDICT, True)
     assert [row["failure"] for row in content["failures"]] == [fault.name for fault in FAULTS]
     assert content["runs"]["undisturbed"]["results"] == content["runs"]["struck"]["results"]
 
 
 def test_the_summary_of_a_demo_that_could_not_finish_says_why_and_claims_nothing(tmp_path: Path) -> None:
-    content = write_summary(tmp_path, Summary(steps=STEPS, nproc=2, seed=0, error="the training stood still"))
+    content = write_summary(tmp_path, Summary(steps=STEPS, nodes=4, losses=2, seed=0, error="the training stood still"))
     assert (content["verdict"], content["identical"]) == ("the training stood still", False)
     assert (content["failures"], content["runs"]) == ([], {})
 
@@ -292,8 +300,8 @@ def test_the_summary_of_a_demo_that_could_not_finish_says_why_and_claims_nothing
 
 
 def test_too_few_steps_and_a_missing_script_are_refused_with_a_hint(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="at least 12") as refused:
-        check_steps(11)
+    with pytest.raises(ConfigError, match="at least 24") as refused:
+        check_steps(23)
     assert refused.value.hint == "leave --steps out"
     with pytest.raises(ConfigError, match="no training script"):
         find_script(tmp_path / "nothing.py")

@@ -32,6 +32,8 @@ def follow(node: Node) -> None:
         if node.job.state != GATHERING:
             _spread(node)
     elif node.membership is not None:
+        if node.orders is not None and node.orders is not node.kept:
+            take_orders(node, node.orders)  # they may have come before this node served
         _report(node)
     if node.state == SERVING:
         restoring.answer(node)
@@ -240,7 +242,7 @@ def take_orders(node: Node, orders: Orders) -> bool:
     if newest is None or node.state != SERVING or not (newest.restore is None or newest.restore.begin):
         return fresh
     before = node.kept
-    changed = newest is not before  # they may have come before this node served
+    changed = newest is not before
     node.kept = newest
     over = snapshots.settle(node)
     if changed:

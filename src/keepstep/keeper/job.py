@@ -155,6 +155,8 @@ class Job:
         last = view.report
         if last is not None and last.instance == report.instance and report.number < last.number:
             return False
+        if report.node_id in self.sources and report.inventory is None:
+            return False  # what it tells its own incarnation: only what it holds is wanted here
         view.report, view.heard_at = report, now
         if report.node_id in self.views:
             self._count(report, now)
@@ -248,8 +250,8 @@ class Job:
         followed = [r.orders for r in reports if r.orders is not None and r.orders.incarnation == self.incarnation]
         if any(r.state == SERVING and not r.whole for r in reports):
             return  # a rank that is not back yet may be writing under a grant that only it can name
-        rejoined = all(r.state == SERVING for r in reports)
-        unknown = Orders(self.incarnation, 0, 0) if rejoined else None  # all keepers came back without a ledger
+        rejoined = any(r.state == SERVING for r in reports)  # none serves before all are ready
+        unknown = Orders(self.incarnation, 0, 0) if rejoined else None  # they came back without a ledger
         newest = max(followed, key=lambda orders: orders.order, default=unknown)
         stood = self._keep_groups(followed)
         if not stood:

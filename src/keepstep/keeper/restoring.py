@@ -66,8 +66,9 @@ def _bring(node: Node, piece: Piece) -> None:
     if piece.source == OWN:
         key = (piece.arena_id, piece.slot)
         arena = node.arenas.get(piece.arena_id)
-        if arena is None or arena.slots[piece.slot].version != piece.version:
-            _fail_here(node, piece, "it is gone")
+        slot = arena.slots[piece.slot] if arena is not None else None
+        if slot is None or slot.version != piece.version or slot.state != SEALED:
+            _fail_here(node, piece, "it is damaged or gone")  # since the coordinator heard of it
             return
         node.places[piece.rank] = Place(piece.arena_id, piece.slot, piece.size_bytes)
         if key not in node.verifying:
@@ -78,9 +79,11 @@ def _bring(node: Node, piece: Piece) -> None:
     if member is None:
         _fail_here(node, piece, f"rank {piece.rank} is not here any more")
         return
+    if _is_here(node, piece, member):
+        return
     register = member.register
     known = node.arena_of(member.index)
-    if known is not None and any(s.version == piece.version for s in known.slots):
+    if known is not None and any(s.version == piece.version and s.state == SEALED for s in known.slots):
         known = None  # another rank's bytes of this version are kept there: both would leave no slot to write into
     empty = next((s for s in known.slots if s.state in (FREE, CORRUPT)), None) if known is not None else None
     generation = 1 + max((a.generation for a in node.arenas.values() if a.local_index == member.index), default=0)
@@ -91,6 +94,19 @@ def _bring(node: Node, piece: Piece) -> None:
             known.arena_id if known is not None and empty is not None else "", empty.index if empty is not None else 0,
         )
     )  # fmt: skip
+
+
+def _is_here(node: Node, piece: Piece, member: Member) -> bool:
+    """A plan before this one, or a keeper before this one, has brought it already: it is only checked again."""
+    for arena in node.arenas.values():
+        for slot in arena.slots:
+            here = slot.state == SEALED and (slot.version, slot.rank) == (piece.version, piece.rank)
+            if here and arena.local_index == member.index and not arena.evidence:
+                node.places[piece.rank] = Place(arena.arena_id, slot.index, slot.size_bytes)
+                node.verifying.add((arena.arena_id, slot.index))
+                node.do(e.VerifySlot(arena.arena_id, slot.index, piece.version))
+                return True
+    return False
 
 
 def brought_in(node: Node, event: e.BroughtIn) -> None:
@@ -133,6 +149,8 @@ def verified(node: Node, event: e.SlotVerified) -> None:
             node.damaged.append(text)
             node.count("corrupt_slots")
             node.problem(text)
+            _failed_own(node, slot.rank, event)
+        elif key in node.verifying:
             _failed_own(node, slot.rank, event)
     if key in node.verifying:
         node.verifying.discard(key)

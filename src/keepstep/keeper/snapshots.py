@@ -190,6 +190,8 @@ def tell(node: Node, over: list[tuple[OpenGrant, Outcome]], before: Orders) -> N
                 voided = Voided(grant.committed[index], outcome.rank, outcome.reason, diverged)
                 node.said_last.append(e.Send(member.conn, voided))
         node.count("complete_versions" if outcome.version is not None else "void_versions")
+        if outcome.diverged:
+            node.problem(outcome.reason)
     protected = node.kept.protected
     if protected is not None and protected != before.protected:
         for member in node.members.values():

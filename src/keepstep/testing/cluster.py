@@ -36,6 +36,8 @@ from keepstep.testing.node import CLUSTER, END_S, Node
 from keepstep.testing.run import marked_processes, wait_until
 from keepstep.types import Status
 
+__all__ = ["LocalCluster", "Node", "RestoredRecord"]
+
 WAIT_S = 120.0  # rounds take seconds, and a minute where two cores serve thirty processes
 LOG_TAIL_BYTES = 4000
 
@@ -222,7 +224,9 @@ class LocalCluster:
         left = [f"process {pid}" for pid in marked_processes(f"{CLUSTER}={self.mark}".encode())]
         for node in self._every:
             if not node.killed:
-                left += [str(path) for path in node.identity.runtime_dir.rglob("*")]
+                # os.walk, unlike rglob, does not mind what goes away meanwhile.
+                for directory, _, names in os.walk(node.identity.runtime_dir):
+                    left += [directory, *(f"{directory}/{name}" for name in names)]
         return left
 
     def __enter__(self) -> Self:

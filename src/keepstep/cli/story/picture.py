@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
-from keepstep.cli.story.record import Run
+from keepstep.cli.story.record import Run, Step
 
 
 def draw_losses(calm: Run, struck: Run, *, out: Path, console: Console) -> Path:
@@ -24,9 +26,9 @@ def draw_losses(calm: Run, struck: Run, *, out: Path, console: Console) -> Path:
         (calm, "undisturbed", {"color": "#f2b134", "linewidth": 5, "alpha": 0.8}),
         (struck, "with failures", {"color": "#1f3a5f", "linewidth": 1, "marker": ".", "markersize": 4}),
     ):
-        losses, first = [step.loss for step in run.steps], run.steps[0].time
-        by_step.plot([step.step for step in run.steps], losses, label=label, **style)
-        by_time.plot([step.time - first for step in run.steps], losses, label=label, **style)
+        first = run.steps[0].time
+        by_step.plot(*with_gaps(run, lambda step: step.step), label=label, **style)
+        by_time.plot(*with_gaps(run, lambda step, first=first: step.time - first), label=label, **style)
     red = {"color": "#c0392b", "linewidth": 0.8, "linestyle": ":"}
     for outcome in struck.outcomes:
         moment, name = outcome.killed_at - struck.steps[0].time, f" {outcome.fault.name}"
@@ -39,6 +41,18 @@ def draw_losses(calm: Run, struck: Run, *, out: Path, console: Console) -> Path:
     figure.savefig(out / "loss.png", dpi=130)
     pyplot.close(figure)
     return out / "loss.png"
+
+
+def with_gaps(run: Run, place: Callable[[Step], float]) -> tuple[list[float], list[float]]:
+    """Places and losses; a restart leaves a gap in the line, so that steps done again lie upon the first ones."""
+    places, losses = [], []
+    for before, step in zip([run.steps[0], *run.steps], run.steps, strict=False):
+        if step.incarnation != before.incarnation:
+            places.append(math.nan)
+            losses.append(math.nan)
+        places.append(float(place(step)))
+        losses.append(step.loss)
+    return places, losses
 
 
 def write_losses(calm: Run, struck: Run, *, path: Path) -> Path:

@@ -20,8 +20,9 @@ def narrate(event: Event, *, steps: int, console: Console) -> None:
         case Started():
             line = f"  [dim]incarnation {event.incarnation}: {', '.join(event.nodes)}[/]"
         case Restored():
-            sources = ", ".join(f"rank {rank} {source}" for rank, source in enumerate(event.sources))
-            line = f"  [bold green]restored[/] step {event.step} in {event.seconds:.2f} s: {sources}"
+            counts = [(event.sources.count(source), source) for source in dict.fromkeys(event.sources)]
+            sources = ", ".join(f"{count} from {source}" for count, source in counts)
+            line = f"  [bold green]restored[/] step {event.step} in {event.seconds:.2f} s, ranks: {sources}"
         case Step():
             bar = "━" * round(event.loss * 10)
             line = f"  step {event.step:3d} of {steps - 1}  loss {event.loss:.4f}  [cyan]{bar}[/]"
@@ -43,7 +44,7 @@ def report(calm: Run, struck: Run, judgement: Judgement, *, out: Path, console: 
 def make_table(struck: Run) -> Table:
     table = Table(title="SIGKILL of", title_justify="left")
     table.add_column("failure")
-    for name in ("after step", "restored step", "source", "steps lost", "seconds"):
+    for name in ("after step", "restored", "source", "steps lost", "seconds"):
         table.add_column(name, justify="right")
     for outcome in struck.outcomes:
         row = make_row(outcome)
