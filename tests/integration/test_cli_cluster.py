@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from keepstep.cli.main import main
-from keepstep.testing.cluster import LocalCluster, Node
+from keepstep.testing.cluster import LocalCluster
+from keepstep.testing.node import Node
 from keepstep.testing.run import wait_until
 
 SCRIPT = Path(__file__).with_name("cluster_trainer.py")

@@ -274,7 +274,8 @@ class Run:
 
     def __init__(
         self, directory: Path, *, losses: int = 1, group_size: int = 8, size_bytes: int = 1000, slots: int = 2,
-        local: int = 1, growth: int = 317, parity: dict[str, float] | None = None, peers: dict[str, float] | None = None,
+        local: int = 1, growth: int = 317, parity: dict[str, float] | None = None,
+        peers: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         self.directory, self.losses, self.group_size = directory, losses, group_size
         self.size_bytes, self.slots, self.local, self.growth = size_bytes, slots, local, growth
@@ -327,8 +328,8 @@ class Run:
         cards = {node_id: self.nodes[node_id].card() for node_id in order}
         self.number = 1 + max([self.number, *(card.largest_number for card in cards.values())])
         incarnation = Incarnation(self.number, secrets.randbits(63))
+        nodes = [cards[node_id].card for node_id in order]
         for rank, node_id in enumerate(order):
-            nodes = [cards[n].card for n in order]
             self.nodes[node_id].told(Membership(incarnation, nodes, rank, self.secret, former or []))
         world = len(order) * self.local
         for position, node_id in enumerate(order):

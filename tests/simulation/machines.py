@@ -111,6 +111,8 @@ class Machine:
         self.world.random.shuffle(holders)
         for number, holder in enumerate(holders):
             self.in_this_life(0.01 + number * self.world.random.choice([0.01, 0.1]), holder)
+        if self.life > 1:  # its agent publishes where it is now
+            self.at(self.world.random.uniform(0.1, 1.0), self.world.launcher.keeper_moved)
 
     def kill_keeper(self) -> None:
         self.core = None

@@ -51,7 +51,6 @@ class Mayhem:
             machine.dies_after = self.draw.randrange(12)  # in the middle of what it does next
         else:
             machine.kill_keeper()
-        self.world.later(self.draw.uniform(1.0, 1.6), self.world.launcher.keeper_moved)
 
     def kill_node(self) -> None:
         self._kill_nodes([self.draw.choice(self._members())])

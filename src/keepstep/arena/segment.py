@@ -28,6 +28,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 F_SEAL_FUTURE_WRITE = 0x10
 MADV_POPULATE_WRITE = 23
 POPULATE_STEP = 64 << 20
+RESERVE_STEP = 16 << 20
 MAX_BYTES = 1 << 46
 EHWPOISON = 133
 
@@ -47,8 +48,12 @@ class Segment:
         self.size_bytes = size_bytes
 
     @classmethod
-    def create(cls, size_bytes: int) -> Segment:
-        """A new memfd with all its memory reserved: shortage is an error here, not a SIGBUS later."""
+    def create(cls, size_bytes: int, *, reserve: bool = True) -> Segment:
+        """A new memfd with all its memory reserved: shortage is an error here, not a SIGBUS later.
+
+        Without `reserve` it must be called before anybody maps the memory: writing into pages that are not
+        there yet costs less than having them zeroed first.
+        """
         if not 0 < size_bytes <= MAX_BYTES:
             raise KeeperError(f"an arena of {size_bytes:,} bytes cannot be made: 1 to {MAX_BYTES:,} can")
         fd = -1
@@ -56,16 +61,25 @@ class Segment:
             faults.point("segment.create")
             fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, size_bytes)
-            os.posix_fallocate(fd, 0, size_bytes)
+            if reserve:
+                os.posix_fallocate(fd, 0, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
-            raise KeeperError(
-                f"{size_bytes:,} bytes of shared memory were refused: {error.strerror}",
-                hint="give the job more memory, or use fewer slots (KEEPSTEP_ARENA_SLOTS=2)",
-            ) from error
+            raise _refused(size_bytes, error) from error
         return cls(fd, size_bytes)
+
+    def reserve(self, *, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Have all memory there, last pages first, in steps that let others write meanwhile."""
+        try:
+            for end in range(self.size_bytes, 0, -RESERVE_STEP):
+                if cancelled():
+                    return
+                start = max(0, end - RESERVE_STEP)
+                os.posix_fallocate(self.fd, start, end - start)
+        except OSError as error:
+            raise _refused(self.size_bytes, error) from error
 
     @classmethod
     def adopt(cls, fd: int) -> Segment:
@@ -133,6 +147,13 @@ class Segment:
         fd, self.fd = self.fd, -1  # first: another thread must not use a number that is somebody else's by then
         if fd >= 0:
             os.close(fd)
+
+
+def _refused(size_bytes: int, error: OSError) -> KeeperError:
+    return KeeperError(
+        f"{size_bytes:,} bytes of shared memory were refused: {error.strerror}",
+        hint="give the job more memory, or use fewer slots (KEEPSTEP_ARENA_SLOTS=2)",
+    )
 
 
 def _refuse_bad_memory(error: OSError, offset: int) -> None:

@@ -94,11 +94,11 @@ class Arena:
         self.arena_id = header.arena_id.hex()
 
     @classmethod
-    def create(cls, header: ArenaHeader) -> Arena:
+    def create(cls, header: ArenaHeader, *, reserve: bool = True) -> Arena:
         problem = _header_problem(header, total_bytes(header))
         if problem:
             raise KeeperError(f"an arena like this cannot be made: {problem}")
-        segment = Segment.create(total_bytes(header))
+        segment = Segment.create(total_bytes(header), reserve=reserve)
         try:
             segment.write(0, header.encode())
         except BaseException:

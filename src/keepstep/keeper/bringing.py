@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 
 import msgspec
 import xxhash
@@ -49,7 +50,8 @@ from keepstep.recovery.plan import Piece
 log = logging.getLogger("keepstep.keeper")
 
 JOIN_S = 60.0
-MakeArena = Callable[[RankManifest], Arena]
+MakeArena = Callable[[RankManifest], tuple[Arena, Future[None]]]
+RESERVE_S = 600.0
 
 
 class Bringing:
@@ -88,16 +90,18 @@ class Bringing:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        piece, made = self._effect.piece, None
+        piece, made, reserved = self._effect.piece, None, None
         try:
             for one in self._after:
                 one.join(JOIN_S)
             found, manifest = self._manifest(piece)
             arena, slot = self._arena, self._effect.slot
             if arena is None or not arena.fits(manifest.need):
-                arena = made = self._make(manifest)
-                slot = 0
+                arena, reserved = self._make(manifest)
+                made, slot = arena, 0
             sealed = self._fill(arena, slot, piece, found, manifest)
+            if reserved is not None:
+                reserved.result(RESERVE_S)
             self._done(e.BroughtIn(self.plan, piece.rank, arena.arena_id, slot, sealed), made)
             return
         except StoppedError:
@@ -113,6 +117,8 @@ class Bringing:
                 log.exception("bringing a snapshot in failed")
             failures = (Failure(self.plan, self._node_id, piece.rank, piece.version, False, str(error) or repr(error)),)
         if made is not None:
+            if reserved is not None:
+                reserved.cancel()
             made.close()
         self._done(e.BroughtIn(self.plan, piece.rank, "", 0, None, failures), None)
 
@@ -195,18 +201,26 @@ class Bringing:
             return
         except SourceFailedError as failed:
             log.info("a helper failed, rebuilding here", extra={"reason": str(failed)})
-        rows.patience = RECOVERING
+        finally:
+            rows.patience = RECOVERING
         out = memoryview(bytearray(CHUNK_BYTES))
+        again: list[Lost] = []
 
         def decode(row: Row) -> None:
             lost: Lost = row.purpose
-            # The data was checked on its way, and parity only against its own node's table.
-            with _blamed(next(source for source in row.sources if source.rank < 0)):
+            try:
                 stripes.decode(lost, row.buffers, out[: lost.chunk.size_bytes])
-            write.put(lost.chunk, out[: lost.chunk.size_bytes])
+                write.put(lost.chunk, out[: lost.chunk.size_bytes])
+            except IntegrityError as error:
+                # The data was checked on its way, parity only against its own node's table: it may be another piece.
+                if lost in again:
+                    bad = next(source for source in row.sources if source.rank < 0)
+                    raise SourceFailedError(bad, FetchError(bad.node_id, str(error), lost=False)) from error
+                again.append(lost)
 
         left = (stripes.lost(n) for n, c in zip(numbers, manifest.coded, strict=True) if c.at not in done)
-        rows.run((Row(lost.sources, lost) for lost in left), decode)
+        rows.run((Row(list(lost.sources), lost) for lost in left), decode)
+        rows.run((Row(list(lost.sources), lost) for lost in again), decode)
 
     def _shared(
         self, rows: Rows, piece: Piece, manifest: RankManifest, arena: Arena, slot: int, write: _Writer

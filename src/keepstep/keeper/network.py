@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,7 +208,8 @@ class Network:
         self._holds_changed()
 
     def bring_in(
-        self, effect: e.BringIn, arena: Arena | None, make: Callable[[e.BringIn, RankManifest], Arena],
+        self, effect: e.BringIn, arena: Arena | None,
+        make: Callable[[e.BringIn, RankManifest], tuple[Arena, Future[None]]],
         done: Callable[[e.BroughtIn, Arena | None], None],
     ) -> None:  # fmt: skip
         config = self._config.peers

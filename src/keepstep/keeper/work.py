@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 
 from keepstep.arena import checksum, room
 from keepstep.arena.header import COMMITTED, TrainerHeader
@@ -111,18 +112,39 @@ class Work:
                 self._ending.wait(pause_s)
         return call()
 
-    def make_for(self, effect: e.BringIn, manifest: RankManifest) -> Arena:
-        """An arena for a snapshot that comes from elsewhere, with room for the next ones of its rank."""
+    def make_for(self, effect: e.BringIn, manifest: RankManifest) -> tuple[Arena, Future[None]]:
+        """An arena for a snapshot that comes from elsewhere, with room for the next ones of its rank.
+
+        Its memory is reserved while the first slot is filled; the future ends when all of it is there.
+        """
         need = manifest.need
         header = plan_header(
             ArenaNeed(need.layout_bytes, 2 * need.values_bytes + VALUES_SLACK, need.payload_bytes),
             slots=effect.slots, local_index=effect.local_index, generation=effect.generation,
             run_id=self._identity.run_id, node_id=self._identity.node_id, instance=self._instance,
         )  # fmt: skip
-        with self._allocating:
+        self._allocating.acquire()  # until its memory is there: what the next one may have is measured then
+        try:
             what = f"the snapshot of rank {effect.piece.rank} that this node takes over"
             room.check(total_bytes(header), what, room=room.measure(), memory_limit_bytes=0)
-            return Arena.create(header)
+            arena = Arena.create(header, reserve=False)
+        except BaseException:
+            self._allocating.release()
+            raise
+        reserved: Future[None] = Future()
+        threading.Thread(target=self._reserve, args=(arena, reserved), name="keepstep-reserve", daemon=True).start()
+        return arena, reserved
+
+    def _reserve(self, arena: Arena, reserved: Future[None]) -> None:
+        try:
+            arena.segment.reserve(cancelled=lambda: self._ending.is_set() or reserved.cancelled())
+            with contextlib.suppress(InvalidStateError):
+                reserved.set_result(None)
+        except Error as error:
+            with contextlib.suppress(InvalidStateError):
+                reserved.set_exception(error)
+        finally:
+            self._allocating.release()
 
     def _create(self, effect: e.CreateArena) -> Arena | Error:
         wanted = effect.wanted

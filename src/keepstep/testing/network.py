@@ -2,7 +2,8 @@
 
 `Loopback` gives each node an address of its own and nothing else. `Namespaces` gives each node a network
 namespace with one link to a bridge, which lives in a namespace of its own: links can be cut and slowed, and
-what one node sends is counted. Needs root, `ip` and `tc`; everything goes when it is closed.
+what one node sends is counted. With `apart` keepers have a second link, so that theirs can be cut while trainers
+and agents go on. Needs root, `ip` and `tc`; everything goes when it is closed.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Protocol
 from keepstep.errors import ConfigError
 
 COMMAND_S = 20.0
-DEVICE = "eth0"  # inside a node's namespace
+DEVICE, KEEPERS = "eth0", "eth1"  # inside a node's namespace: everybody's, and the keepers' own
 SUBNET = "10.77.0"
+SUBNETS = {DEVICE: SUBNET, KEEPERS: "10.78.0"}
+BRIDGES = {DEVICE: "br0", KEEPERS: "br1"}
 RATE = re.compile(r"[0-9]+(bit|kbit|mbit|gbit)")
 
 
@@ -65,12 +68,15 @@ class Loopback:
 
 
 class Namespaces:
-    """A namespace and a link per node, around a bridge. `rate`: of each link, both ways, as `tc` writes it: 200mbit."""
+    """A namespace per node, around a bridge. `rate`: of each link, both ways, as `tc` writes it: 200mbit.
+
+    `apart`: keepers meet over a link of their own, KEEPERS.
+    """
 
     store_address = f"{SUBNET}.1"
 
-    def __init__(self, *, rate: str = "") -> None:
-        self._rate = _checked(rate)
+    def __init__(self, *, rate: str = "", apart: bool = False) -> None:
+        self._rate, self._devices = _checked(rate), [DEVICE, KEEPERS] if apart else [DEVICE]
         self._name = f"ks{secrets.token_hex(2)}"
         self._nodes: dict[str, int] = {}
         self._opened: list[str] = []
@@ -84,9 +90,10 @@ class Namespaces:
             )
         try:
             self._make(self._bridge)
-            self._do(self._bridge, "ip link add br0 type bridge")
-            self._do(self._bridge, f"ip addr add {self.store_address}/16 dev br0")
-            self._do(self._bridge, "ip link set br0 up")
+            for device in self._devices:
+                self._do(self._bridge, f"ip link add {BRIDGES[device]} type bridge")
+                self._do(self._bridge, f"ip addr add {SUBNETS[device]}.1/16 dev {BRIDGES[device]}")
+                self._do(self._bridge, f"ip link set {BRIDGES[device]} up")
         except BaseException:
             self.close()
             raise
@@ -97,45 +104,46 @@ class Namespaces:
             _run(["ip", "netns", "del", self._opened.pop()], check=False)
 
     def add(self, node_id: str) -> str:
-        number = self._nodes[node_id] = len(self._nodes)
+        self._nodes[node_id] = len(self._nodes)
         here = self._namespace(node_id)
         self._make(here)
-        link = f"ip link add {self._port(node_id)} netns {self._bridge} type veth peer name {DEVICE} netns {here}"
-        _run(link.split())
-        address = f"{SUBNET}.{10 + number}"
-        self._do(here, f"ip addr add {address}/16 dev {DEVICE}")
-        self._do(here, f"ip link set {DEVICE} up")
-        self._do(self._bridge, f"ip link set {self._port(node_id)} master br0 up")
-        if self._rate:
-            self.limit(node_id, self._rate)
-        return address
+        for device in self._devices:
+            port = self._port(node_id, device)
+            _run(f"ip link add {port} netns {self._bridge} type veth peer name {device} netns {here}".split())
+            self._do(here, f"ip addr add {self._address(node_id, device)}/16 dev {device}")
+            self._do(here, f"ip link set {device} up")
+            self._do(self._bridge, f"ip link set {port} master {BRIDGES[device]} up")
+            if self._rate:
+                self.limit(node_id, self._rate, device)
+        return self._address(node_id, DEVICE)
 
     def inside(self, node_id: str, command: list[str]) -> list[str]:
         return ["ip", "netns", "exec", self._namespace(node_id) if node_id else self._bridge, *command]
 
     def environ(self, node_id: str) -> dict[str, str]:
-        return {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE}
+        keepers = self._address(node_id, self._devices[-1])
+        return {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE, "KEEPSTEP_ADDRESS": keepers}
 
     # What a test does to it
 
-    def cut(self, node_id: str) -> None:
+    def cut(self, node_id: str, device: str = DEVICE) -> None:
         """The node's link is down: nothing comes, nothing goes, nobody is told."""
-        self._do(self._bridge, f"ip link set {self._port(node_id)} down")
+        self._do(self._bridge, f"ip link set {self._port(node_id, device)} down")
 
-    def mend(self, node_id: str) -> None:
-        self._do(self._bridge, f"ip link set {self._port(node_id)} up")
+    def mend(self, node_id: str, device: str = DEVICE) -> None:
+        self._do(self._bridge, f"ip link set {self._port(node_id, device)} up")
 
-    def limit(self, node_id: str, rate: str) -> None:
+    def limit(self, node_id: str, rate: str, device: str = DEVICE) -> None:
         """Both directions of the node's link. "" lifts the limit."""
         shape = f"tbf rate {rate} burst 256kb limit 4mb" if _checked(rate) else ""
-        for place, device in ((self._namespace(node_id), DEVICE), (self._bridge, self._port(node_id))):
-            _run(["ip", "netns", "exec", place, "tc", "qdisc", "del", "dev", device, "root"], check=False)
+        for place, end in ((self._namespace(node_id), device), (self._bridge, self._port(node_id, device))):
+            _run(["ip", "netns", "exec", place, "tc", "qdisc", "del", "dev", end, "root"], check=False)
             if shape:
-                self._do(place, f"tc qdisc add dev {device} root {shape}")
+                self._do(place, f"tc qdisc add dev {end} root {shape}")
 
-    def sent_bytes(self, node_id: str) -> int:
+    def sent_bytes(self, node_id: str, device: str = DEVICE) -> int:
         """What the node has put on its link so far, headers included."""
-        path = f"/sys/class/net/{DEVICE}/statistics/tx_bytes"
+        path = f"/sys/class/net/{device}/statistics/tx_bytes"
         return int(self._do(self._namespace(node_id), f"cat {path}"))
 
     # Names
@@ -147,8 +155,11 @@ class Namespaces:
     def _namespace(self, node_id: str) -> str:
         return f"{self._name}-{self._nodes[node_id]}"
 
-    def _port(self, node_id: str) -> str:
-        return f"{self._name}p{self._nodes[node_id]}"  # at most 15 characters
+    def _port(self, node_id: str, device: str) -> str:
+        return f"{self._name}{'k' if device == KEEPERS else 'p'}{self._nodes[node_id]}"  # at most 15 characters
+
+    def _address(self, node_id: str, device: str) -> str:
+        return f"{SUBNETS[device]}.{10 + self._nodes[node_id]}"
 
     def _make(self, name: str) -> None:
         _run(["ip", "netns", "add", name])

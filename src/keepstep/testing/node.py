@@ -38,10 +38,10 @@ class Node:
 
     def start(self) -> Self:
         cluster = self._cluster
-        environ = cluster.environ | cluster.network.environ(self.node_id) | {
+        environ = cluster.environ | {
             "KEEPSTEP_NODE_ID": self.node_id, "KEEPSTEP_RUNTIME_DIR": str(self.identity.runtime_dir),
             "KEEPSTEP_ADDRESS": self.address, NODE: self.node_id,
-        }  # fmt: skip
+        } | cluster.network.environ(self.node_id)  # fmt: skip
         command = cluster.network.inside(self.node_id, cluster.agent_command(self.address))
         with self.log.open("ab") as log:
             self.agent = subprocess.Popen(

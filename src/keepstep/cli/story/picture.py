@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
-from keepstep.cli.story.record import Run, Step
+from keepstep.cli.story.record import Run
 
 
 def draw_losses(calm: Run, struck: Run, *, out: Path, console: Console) -> Path:
@@ -26,9 +25,9 @@ def draw_losses(calm: Run, struck: Run, *, out: Path, console: Console) -> Path:
         (calm, "undisturbed", {"color": "#f2b134", "linewidth": 5, "alpha": 0.8}),
         (struck, "with failures", {"color": "#1f3a5f", "linewidth": 1, "marker": ".", "markersize": 4}),
     ):
-        first = run.steps[0].time
-        by_step.plot(*with_gaps(run, lambda step: step.step), label=label, **style)
-        by_time.plot(*with_gaps(run, lambda step, first=first: step.time - first), label=label, **style)
+        steps, times, losses = with_gaps(run)
+        by_step.plot(steps, losses, label=label, **style)
+        by_time.plot(times, losses, label=label, **style)
     red = {"color": "#c0392b", "linewidth": 0.8, "linestyle": ":"}
     for outcome in struck.outcomes:
         moment, name = outcome.killed_at - struck.steps[0].time, f" {outcome.fault.name}"
@@ -43,16 +42,17 @@ def draw_losses(calm: Run, struck: Run, *, out: Path, console: Console) -> Path:
     return out / "loss.png"
 
 
-def with_gaps(run: Run, place: Callable[[Step], float]) -> tuple[list[float], list[float]]:
-    """Places and losses; a restart leaves a gap in the line, so that steps done again lie upon the first ones."""
-    places, losses = [], []
-    for before, step in zip([run.steps[0], *run.steps], run.steps, strict=False):
+def with_gaps(run: Run) -> tuple[list[float], list[float], list[float]]:
+    """Steps, seconds and losses; a restart leaves a gap, so that steps done again lie upon the first ones."""
+    rows: list[tuple[float, float, float]] = []
+    first = before = run.steps[0]
+    for step in run.steps:
         if step.incarnation != before.incarnation:
-            places.append(math.nan)
-            losses.append(math.nan)
-        places.append(float(place(step)))
-        losses.append(step.loss)
-    return places, losses
+            rows.append((math.nan, math.nan, math.nan))
+        rows.append((step.step, step.time - first.time, step.loss))
+        before = step
+    steps, times, losses = map(list, zip(*rows, strict=True))
+    return steps, times, losses
 
 
 def write_losses(calm: Run, struck: Run, *, path: Path) -> Path:

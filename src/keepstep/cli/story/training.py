@@ -6,6 +6,9 @@ Writes its log, the nodes' output and its results into `out`; the script that it
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,8 +19,9 @@ import msgspec
 from keepstep.cli.client import fetch_status
 from keepstep.cli.story.record import Event, Result
 from keepstep.errors import Error
-from keepstep.testing.cluster import LocalCluster, Node
-from keepstep.testing.run import wait_until
+from keepstep.testing.cluster import LocalCluster
+from keepstep.testing.node import CLUSTER, Node
+from keepstep.testing.run import marked_processes, wait_until
 from keepstep.types import Status
 
 RUN_S = 300.0
@@ -65,23 +69,33 @@ class Training:
         try:
             self.cluster.start()
         except BaseException:  # Ctrl-C included: what was started already must not stay
-            self._close()
+            self._close(in_order=False)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        self._close(in_order=error is None)
 
-    def _close(self) -> None:
+    def _close(self, *, in_order: bool) -> None:
         try:
             self.output.write_text(self.cluster.tails(), encoding="utf-8")
+            if not in_order:
+                self._kill_all()
         finally:
             try:
                 self.cluster.close()
             except AssertionError as error:
                 raise Error(f"the {self.name} training did not end: {error}", hint="look at them with ps") from error
+
+    def _kill_all(self) -> None:
+        """Nobody waits for keepers that would give their state up in order, nor for nodes that are half started."""
+        for node in self.cluster.nodes:
+            node.kill()
+        for pid in marked_processes(f"{CLUSTER}={self.cluster.mark}".encode()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     # What it says
 
