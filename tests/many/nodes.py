@@ -206,9 +206,7 @@ class Node:
         """`held`: memfds of this node that its launcher has kept; they are the node's from now on."""
         self.run, self.node_id = run, node_id
         self.identity = Identity(run.run_id, node_id, run.directory, True)
-        self.keeper = Keeper(self.identity, run.config(node_id))
-        self.thread = threading.Thread(target=self.keeper.run, name=f"keeper-{node_id}", daemon=True)
-        self.thread.start()
+        self._begin()
         self.fds: dict[str, int] = dict(held or {})
         self.refused: dict[str, str] = {}
         self.launcher = KeeperClient(self.identity, "launcher", on_push=self._held, on_lost=lambda: None)
@@ -218,6 +216,11 @@ class Node:
             given = GiveBack(list(self.fds))
             answer, _ = self.launcher.request(given, Adopted, timeout_s=DEADLINE_S, fds=list(self.fds.values()))
             self.refused = answer.refused
+
+    def _begin(self) -> None:
+        self.keeper = Keeper(self.identity, self.run.config(self.node_id))
+        self.thread = threading.Thread(target=self.keeper.run, name=f"keeper-{self.node_id}", daemon=True)
+        self.thread.start()
 
     def hello(self) -> None:
         self.launcher.request(LauncherHello(os.getpid()), Done, timeout_s=DEADLINE_S)
@@ -260,9 +263,12 @@ class Node:
     def end_keeper(self) -> None:
         """The keeper is gone; its trainers, and whoever holds its memory, are not."""
         self.end()
+        self.wait_for_end()
+        self.launcher.close()
+
+    def wait_for_end(self) -> None:
         self.thread.join(DEADLINE_S)
         assert not self.thread.is_alive()
-        self.launcher.close()
 
     def end(self) -> None:
         if self.thread.is_alive() and not self.keeper.ending:
@@ -271,6 +277,8 @@ class Node:
 
 class Run:
     """A job over several nodes."""
+
+    node_type: type[Node] = Node
 
     def __init__(
         self, directory: Path, *, losses: int = 1, group_size: int = 8, size_bytes: int = 1000, slots: int = 2,
@@ -297,7 +305,7 @@ class Run:
 
     def add(self, *node_ids: str) -> None:
         for node_id in node_ids:
-            self.nodes[node_id] = Node(self, node_id)
+            self.nodes[node_id] = self.node_type(self, node_id)
             self.nodes[node_id].hello()
 
     def revive(self, node_id: str, *, same_port: bool = True) -> Node:
@@ -310,7 +318,7 @@ class Run:
             ensure_private(seat.parent)
             seat.write_bytes(told)
         held, before.fds = before.fds, {}
-        after = self.nodes[node_id] = Node(self, node_id, held)
+        after = self.nodes[node_id] = self.node_type(self, node_id, held)
         if before.membership is not None:
             after.told(with_own_card(before.membership, after.card().card))
         after.hello()

@@ -162,6 +162,8 @@ class Machine:
             self.introduce(self.told)
 
     def introduce(self, told: Membership) -> None:
+        if self.told is not None and told.incarnation.number < self.told.incarnation.number:
+            return  # there was another round meanwhile
         self.told = with_own_card(told, self.card)
         self.hear(e.MembersSet(self.told))
 

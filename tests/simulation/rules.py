@@ -241,8 +241,8 @@ class Rules:
         before = self._marks.get(who)
         self._marks[who] = orders
         node_id = who[0]
-        if before is None or before.incarnation != orders.incarnation:
-            return
+        if before is None or before.incarnation != orders.incarnation or before.epoch == 0:
+            return  # epoch 0: a ledger that was written before this incarnation began
         assert (before.protected or orders.protected) is None or (
             orders.protected is not None and (before.protected is None or orders.protected >= before.protected)
         ), f"rule 4: {node_id} has {orders.protected} protected after {before.protected}"

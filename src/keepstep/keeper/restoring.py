@@ -51,6 +51,7 @@ def take_plan(node: Node, order: RestoreOrder) -> None:
     if node.decision is None or order.number > node.decision.number:
         forget(node)
         node.decision = order
+        node.log("info", "plan", number=order.number, version=str(order.version), pieces=len(order.pieces))
         for piece in order.pieces:
             _bring(node, piece)
         _check_ready(node)
