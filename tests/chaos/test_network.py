@@ -1,8 +1,8 @@
 """A link that is cut, a keeper that hangs, a link that is slow: training does not notice, and protection heals.
 
 Three nodes in network namespaces; keepers have links of their own, so that what happens to them happens to nobody
-else. Ranks keep time without a process group (paced.py): every step that takes longer is keepstep's doing, or that of
-other processes on these cores. KEEPSTEP_TEST_FREEZE_S: how long a keeper hangs.
+else. Ranks keep time (paced.py): a step that takes longer is keepstep's doing, or that of other processes on these
+cores. KEEPSTEP_TEST_FREEZE_S: how long a keeper hangs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def wait_until(condition: Callable[[], bool], cluster: LocalCluster, what: str, 
 
 
 def exchanging(status: Status) -> bool:
-    return status.target_step is not None and status.exchange_bytes_s > 0
+    return status.target_step is not None and status.exchange_bytes_s > 0 and status.protected_step is not None
 
 
 def step_ms(cluster: LocalCluster, since: float, until: float) -> list[float]:

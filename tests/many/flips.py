@@ -52,13 +52,13 @@ def flip_in(
     what: str, memory: Memory, version: Version, draw: random.Random, *, run_id: str, node_id: str
 ) -> Flip | None:
     """A random bit of that part of what a node holds of a version."""
-    places = []
+    places: list[tuple[str, int, int]] = []
     for name, data in sorted(memory.items()):
         fd = memfd_of(data)
         try:
             if is_parity(fd) == (what in IN_PARITY):
                 found = _parity_places(fd, run_id, node_id) if is_parity(fd) else _slot_places(fd, version)
-                places += [(name, *span) for part, *span in found if part == what]
+                places += [(name, offset, size) for part, offset, size in found if part == what]
         finally:
             os.close(fd)
     if not places:

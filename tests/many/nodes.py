@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -59,6 +60,7 @@ from keepstep.protocol import (
 from keepstep.types import Incarnation, Status, Version
 
 DEADLINE_S = 20.0
+T = TypeVar("T")
 LAYOUT = Layout((), ()).encode()
 
 
@@ -358,9 +360,9 @@ class Run:
     def trainers(self) -> list[PlainTrainer]:
         return [trainer for node_id in self.order for trainer in self.nodes[node_id].trainers]
 
-    def each(self, call: Callable[[PlainTrainer], object]) -> list[object]:
+    def each(self, call: Callable[[PlainTrainer], T]) -> list[T]:
         """On all ranks at once, as a job does; the first error is raised."""
-        results: list[object] = [None] * len(self.trainers)
+        results: dict[int, T] = {}
         errors: list[BaseException] = []
 
         def one(index: int, trainer: PlainTrainer) -> None:
@@ -376,7 +378,7 @@ class Run:
             thread.join(DEADLINE_S + 5)
         if errors:
             raise errors[0]
-        return results
+        return [results[index] for index in range(len(self.trainers))]
 
     def restore(self) -> list[RestoreFrom]:
         answers = self.each(lambda trainer: trainer.restore())

@@ -70,4 +70,4 @@ def errors_of(run: Run) -> list[Error]:
             return error
         raise AssertionError(f"restored {answer.version} from {answer.source}: {answer.plan}")
 
-    return [error for error in run.each(lambda trainer: failing(trainer.restore)) if isinstance(error, Error)]
+    return run.each(lambda trainer: failing(trainer.restore))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,10 +54,10 @@ def test_random_bits_and_random_losses(seed: int, image: Image) -> None:
         flipped(image, *what, seed=draw.randrange(1 << 30), lost=lost, late=draw.random() < 0.5, exact=exact)
 
 
-def both(call: object) -> None:
+def both(call: Callable[[bool], None]) -> None:
     """Before a keeper takes the memory back, and while it has it: at once, most of it is waiting."""
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(call, [False, True]))  # type: ignore[call-overload]
+        list(pool.map(call, [False, True]))
 
 
 def flipped(image: Image, *what: str, seed: int, lost: tuple[str, ...], late: bool, exact: bool) -> None:
@@ -97,9 +97,9 @@ def draw_flip(part: str, image: Image, nodes: list[str], draw: random.Random) ->
 def restored(run: Run) -> list[object]:
     """The one version that all ranks got, or the errors that all of them raised."""
 
-    def one(restore: object) -> RestoreFrom | Error:
+    def one(restore: Callable[[], RestoreFrom]) -> RestoreFrom | Error:
         try:
-            return restore()  # type: ignore[operator,no-any-return]
+            return restore()
         except (RecoveryError, IntegrityError) as error:
             return error
 

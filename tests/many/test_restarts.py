@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from clones import Image, protected_image, rest
 from nodes import Node, running
+from patterns import errors_of
+
+from keepstep.errors import KeeperError
 
 MB = 1_000_000
 
@@ -109,3 +113,19 @@ def test_the_next_older_version_when_the_newest_is_not_covered_yet(place: Path) 
     with image.again(["b"]) as run:  # and the next loss, right after
         run.start(image.places(["b"]))
         run.protect()
+
+
+def test_a_newcomer_without_room_is_an_error_on_every_rank_and_not_a_wait(place: Path) -> None:
+    image = protected_image(place, "abc", losses=1)
+    with image.again(["b"]) as run:
+        run.nodes["b'"].keeper.work.make_for = no_room  # type: ignore[method-assign]
+        run.begin(image.places(["b"]))
+        errors = errors_of(run)
+        assert len(errors) == 3
+        assert all("1 GiB is needed and 1 MiB is free" in str(error) for error in errors)
+    with image.again(["b"]) as run:
+        assert {answer.version for answer in run.start(image.places(["b"]))} == {image.version}
+
+
+def no_room(effect: object, manifest: object) -> NoReturn:
+    raise KeeperError("1 GiB is needed and 1 MiB is free")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from nodes import wait_for
 from patterns import errors_of
 
 from keepstep.errors import Error, KeeperError, RecoveryError
+from keepstep.protocol import RestoreFrom
 
 MB = 1_000_000
 
@@ -50,7 +52,7 @@ def slow(place: Path) -> Image:
 def test_a_node_dies_in_mid_fetch_and_the_next_start_works(slow: Image) -> None:
     with slow.again(["a"]) as run:
         run.begin(["a'", "b", "c", "d"])
-        outcomes: list[object] = []
+        outcomes: list[RestoreFrom | Error] = []
         waiting = threading.Thread(target=lambda: outcomes.extend(restored_or_error(run.trainers[0].restore)))
         waiting.start()
         bringing = run.nodes["a'"].keeper
@@ -71,22 +73,22 @@ def test_a_source_outside_the_job_dies_in_mid_fetch_and_another_one_takes_its_pl
         former = [run.nodes["d"].card().card]
         run.begin(["a'", "b", "c", "e"], former)
         bringing = run.nodes["e"].keeper
-        answers: list[object] = []
+        answers: list[RestoreFrom] = []
         waiting = threading.Thread(target=lambda: answers.extend(run.restore()))
         waiting.start()
         wait_for(lambda: bringing.core.bringing, "bytes are on their way")
         time.sleep(0.3)
         started = time.monotonic()
         run.nodes["d"].kill()
-        wait_for(lambda: bringing.core.decision.number > 1, "another plan")
+        wait_for(lambda: bringing.core.decision is not None and bringing.core.decision.number > 1, "another plan")
         assert time.monotonic() - started < 6, "a dead source holds nothing up"
         waiting.join(30)
         assert [answer.version for answer in answers] == [slow.version] * 4
         assert [answer.source for answer in answers] == ["parity", "memory", "memory", "parity"]
 
 
-def restored_or_error(call: object) -> list[object]:
+def restored_or_error(call: Callable[[], RestoreFrom]) -> list[RestoreFrom | Error]:
     try:
-        return [call()]  # type: ignore[operator]
+        return [call()]
     except Error as error:
         return [error]

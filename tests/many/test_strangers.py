@@ -1,4 +1,4 @@
-"""Others on the same machines: another job, keepers without the secret, and peers that send nonsense. Nobody is harmed."""
+"""Others on the same machines: another job, keepers without the secret, peers that send nonsense. They do no harm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from keepstep.keeper import manifest as manifests
 from keepstep.keeper import words
 from keepstep.keeper.shelf import CHECK, DATA, MANIFEST, META, PARITY, REBUILT, STREAM, Wanted
 from keepstep.keeper.words import Exchange, Failure, GrantOrder, GrantSaid, Orders, Report
-from keepstep.peers.base import FetchError, Peer
+from keepstep.peers.base import Body, FetchError, Peer
 from keepstep.peers.tcp import TcpPeers
 from keepstep.protocol import NodeCard
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
@@ -49,7 +49,8 @@ def stranger(run: Run, *, secret: bytes, run_id: str = "", node_id: str = "z") -
     config = PeersConfig(address="127.0.0.1", dead_s=1.0, timeout_s=2.0, streams=1)
     peers = TcpPeers(
         Peer(node_id, secrets.token_hex(8)), run_id or run.run_id, secret, config,
-        on_message=lambda node_id, data: None, on_link=lambda node_id, up, reason: None, serve=lambda node_id, data: None,
+        on_message=lambda node_id, data: None, on_link=lambda node_id, up, reason: None,
+        serve=lambda node_id, data: Body.of_bytes(b""),
     )  # fmt: skip
     cards = [node.card().card for node in run.nodes.values()]
     peers.meet([Peer(card.node_id, card.instance, card.address, card.port) for card in cards])
@@ -108,13 +109,12 @@ def test_nonsense_from_an_authenticated_peer_is_ignored(place: Path, caplog: pyt
     draw = random.Random(1)
     with three(place) as run, stranger(run, secret=run.secret) as peers:
         wait_for(lambda: all(peers.up(node_id) for node_id in "abc"), "a guest is let in")
-        honest = [words.encode(Report("z", "", run.trainers[0].incarnation, 1, "serving", card_of("z")))]
+        honest = words.encode(Report("z", "", run.trainers[0].incarnation, 1, "serving", card_of("z")))
         for number in range(150):
-            data = draw.choice(
-                [draw.randbytes(draw.randrange(400)), mutilated(honest[0], draw), words.encode(absurd_report(run, draw)),
-                 words.encode(absurd_orders(run, draw)), msgspec.msgpack.encode({"type": "Report", "node_id": 1 << 70 >> 8})]
-            )  # fmt: skip
-            peers.send("abc"[number % 3], data)
+            noise, torn = draw.randbytes(draw.randrange(400)), mutilated(honest, draw)
+            report, orders = words.encode(absurd_report(run, draw)), words.encode(absurd_orders(run, draw))
+            other = msgspec.msgpack.encode({"type": "Report", "node_id": 1 << 63})
+            peers.send("abc"[number % 3], draw.choice([noise, torn, report, orders, other]))
         run.protect()
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR], caplog.text
 

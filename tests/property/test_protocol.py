@@ -59,6 +59,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         str: st.text(max_size=12),
         bytes: st.binary(max_size=40),
         bool: st.booleans(),
+        float: st.floats(allow_nan=False),
         type(None): st.none(),
     }
     if kind in plain:

@@ -212,6 +212,7 @@ class Launcher:
             if machines[node_id].frozen and node_id not in self.unwanted:
                 if draw.random() < 0.5 and self.world.rules.may_lose(node_id):
                     self.unwanted.add(node_id)
+                    self.world.rules.lost_memory()
                 else:
                     self.world.later(0.2, self._begin)  # it may come back
                     return

@@ -97,16 +97,23 @@ class Rules:
 
     def promised(self, machine: Machine, version: Version) -> None:
         """A rank was told that this version is complete."""
-        job, launcher = self._coordinator(), self.world.launcher
-        if version.incarnation.number != launcher.number and launcher.former:
-            return  # of a life that is over, of which a node is missing already
-        whole = not launcher.unwanted and all(self.world.machines[node_id].alive for node_id in launcher.order)
-        if self._current(machine) and whole:
+        orders = self._coordinator()
+        if self._current(machine) and self._all_there(version.incarnation):
             self.completed = max(self.completed or version, version)
-            damaged = any(version == hurt for _, hurt in self.hurt)
-            if not damaged and (job is None or not job.exposed):
-                self.promise = max(self.promise or version, version)
+            if orders is None or not orders.exposed:
+                self._promise(version)
         self.memory_changed()
+
+    def _promise(self, version: Version) -> None:
+        if all(version != hurt for _, hurt in self.hurt):
+            self.promise = max(self.promise or version, version)
+
+    def _all_there(self, incarnation: Incarnation) -> bool:
+        """Words of a job that has lost a node meanwhile promise nothing: what they speak of may be gone with it."""
+        launcher = self.world.launcher
+        if launcher.unwanted or not all(self.world.machines[node_id].alive for node_id in launcher.order):
+            return False
+        return incarnation.number == launcher.number or not launcher.former
 
     def _coordinator(self) -> Orders | None:
         core = self.world.machines[self.world.launcher.order[0]].core
@@ -229,7 +236,8 @@ class Rules:
         if version is not None:
             slot = machine.arenas[message.arena_id].slots[message.slot]
             assert slot.sound((trainer.rank, version)), f"rule 3: rank {trainer.rank} gets {slot} for {version}"
-            self.promise = max(self.promise or version, version)
+            if self._all_there(trainer.incarnation):
+                self._promise(version)
 
     def refused(self, trainer: FakeTrainer, message: Refused) -> None:
         text = message.message

@@ -24,7 +24,9 @@ from keepstep.config import (
 )
 from keepstep.errors import ConfigError
 
-FIELDS = configs._fields()
+ALL_FIELDS = configs._fields()
+TOGETHER = ("peers.tls_cert", "peers.tls_key", "peers.tls_ca")
+FIELDS = {name: found for name, found in ALL_FIELDS.items() if name not in TOGETHER}
 SECTIONS = {name: kind for name, kind in typing.get_type_hints(Config).items() if dataclasses.is_dataclass(kind)}
 
 
@@ -43,7 +45,7 @@ def other_value(name: str) -> Any:
     if kind is bool:
         return not default
     if kind is str:
-        return "DEBUG" if name.endswith("level") else f"some {name}"
+        return {"keeper.log_level": "DEBUG", "parity.replicated": "share"}.get(name, f"some {name}")
     return default + 1
 
 
@@ -68,6 +70,19 @@ def env(value: Any) -> str:
 
 def resolved(config: Config | None = None, environ: dict[str, str] | None = None, *, at: Path) -> Config:
     return resolve(config, environ=environ or {}, directory=at)
+
+
+@pytest.mark.parametrize("missing", TOGETHER)
+def test_tls_is_set_as_a_whole_or_not_at_all(tmp_path: Path, missing: str) -> None:
+    whole = {variable(name): f"/some/{name}" for name in TOGETHER}
+    assert resolved(environ=whole, at=tmp_path).peers.tls_ca == "/some/peers.tls_ca"
+    with pytest.raises(ConfigError, match="go together"):
+        resolved(environ={name: value for name, value in whole.items() if name != variable(missing)}, at=tmp_path)
+
+
+def test_replicated_state_is_kept_in_full_or_in_shares(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="full or share"):
+        resolved(environ={"KEEPSTEP_PARITY_REPLICATED": "twice"}, at=tmp_path)
 
 
 # Precedence
@@ -181,7 +196,7 @@ def test_unknown_setting_in_the_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[parity]\nlosses = 2\n", "[arena]\nslot = 2\n", "[arena.slots]\nx = 2\n", "arena = 2\n"]
+    "text", ["[party]\nlosses = 2\n", "[arena]\nslot = 2\n", "[arena.slots]\nx = 2\n", "arena = 2\n"]
 )
 def test_unknown_setting_of_a_section_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "keepstep.toml").write_text(text)
@@ -329,7 +344,7 @@ def test_every_field_of_every_section_has_a_docstring_under_it() -> None:
                 if isinstance(statement, ast.AnnAssign):
                     assert _is_docstring(node.body[position + 1 :]), f"{node.name}.{ast.unparse(statement.target)}"
                     checked += 1
-    assert checked == len(FIELDS) + len(SECTIONS)
+    assert checked == len(ALL_FIELDS) + len(SECTIONS)
 
 
 def test_config_is_frozen_and_keyword_only() -> None:

@@ -44,8 +44,10 @@ class OpenGrant:
         """What the coordinator is told of it; None while somebody may still write."""
         if not self.resolved:
             return None
-        if self.void is not None or not self.versions:
-            rank, reason = self.void or (-1, "no rank of this node could take part")
+        if self.void is not None or len(self.versions) != 1:  # several: found so after the keeper's own death
+            steps = sorted(version.step for version in self.versions)
+            why = f"ranks captured different steps: {steps}" if steps else "no rank of this node could take part"
+            rank, reason = self.void or (-1, why)
             return GrantSaid(self.serial, self.step, None, False, rank, reason, late=len(self.versions) > 1)
         (version,) = self.versions
         return GrantSaid(self.serial, self.step, version, self.slots.keys() <= self.sealed, shares=self._shares())

@@ -192,7 +192,10 @@ class Job:
             exchange = report.exchange
             if exchange is not None and exchange.key == key:
                 if exchange.moved_bytes > self.moved.get(node, -1):
-                    self.moved[node], self.moved_at = exchange.moved_bytes, now
+                    self.moved_at = now
+                    if exchange.moved_bytes > self.moved.get(node, 0):
+                        self.advanced_at = now  # slow, but it comes: nobody is asked to go on without it
+                    self.moved[node] = exchange.moved_bytes
                 if exchange.problem and node not in self.placed:
                     self._abandon(f"{node}: {exchange.problem}", now)
         for failure in report.failures:
@@ -416,11 +419,24 @@ class Job:
         if view is not None:
             left_out = view.excluded if failure.damaged else view.away
             if (failure.version, failure.rank) in left_out:
+                if self.state == RESTORING and self.plan is not None and not self.plan.failure:
+                    self._give_up(failure.text)
                 return
             left_out.add((failure.version, failure.rank))
         self.faults.append(failure.text)
         if self.state == RESTORING:
             self.plan = None  # plan again, without it
+
+    def _give_up(self, text: str) -> None:
+        """What failed is not a source that a plan can do without: no memory, for one. Better an error than to wait."""
+        assert self.plan is not None
+        reasons = (*self.plan.reasons, text)
+        self.plan = Plan(None, (), reasons, f"{self.plan.version} cannot be brought to where it is needed: {text}")
+        self.plan_number += 1
+        self.restored.clear()
+        for node_id in self.views:
+            self.pieces[node_id] = RestoreOrder(self.plan_number, None, (), reasons, self.plan.failure)
+        self._change_restore()
 
     # Serving: grants
 
@@ -562,6 +578,8 @@ class Job:
         slots = min((v.report.slots for v in self.views.values() if v.report is not None), default=2)
         if len(self.orders.retain) < slots or self.open:
             return
+        if self.orders.target is not None and now - self.moved_at < min(self.terms.deadline_s, self.terms.stall_s):
+            return  # it has only begun: given up again at once it would never end
         if self.orders.target is not None:
             self._abandon(f"unprotected for {self.terms.stall_s:g} s and no slot is free", now)
         if len(self.orders.retain) >= slots and (self.orders.protected or self.orders.base):

@@ -60,7 +60,7 @@ def status_of(
             for i, node_id in enumerate(group.members if group is not None else ())
         ],
         parity_bytes=network.parity_bytes if network is not None else 0,
-        exchange_bytes_s=network.peers.counters().get("rate_in", 0.0) if network is not None else 0.0,
+        exchange_bytes_s=network.peers.counters().get("rate_in_bytes_s", 0.0) if network is not None else 0.0,
     )  # fmt: skip
 
 
