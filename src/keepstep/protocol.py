@@ -80,6 +80,8 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0
     arena_id: str = ""
     """the arena that a trainer which comes back is writing: not always the newest one of its rank"""
+    met: bool = False
+    """the trainers agreed among themselves: there is no launcher that holds this node's memory"""
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True):

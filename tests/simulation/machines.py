@@ -397,6 +397,7 @@ class Machine:
         self.world.network.recompute(self)
 
     def _start_exchange(self, effect: e.StartExchange) -> None:
+        self.world.rules.exchange_starts(self)
         self.exchange = Exchanging(self, effect)
 
     def _stop_exchange(self, effect: e.StopExchange) -> None:
@@ -484,7 +485,6 @@ class Exchanging:
         )  # fmt: skip
         machine.parities[found.buffer_id] = FakeParity(found)
         machine.adopted.add(found.buffer_id)
-        self.world.rules.parity_placed(machine)
         machine.hear(e.ParityPlaced(found, self.moved))
 
 

@@ -96,9 +96,8 @@ def _fits(need: ArenaNeed, capacity: ArenaNeed) -> bool:
 def _adopt_orders(node: Node, ledger: Ledger) -> None:
     """What the keeper before was told last: it says what is kept, and where a coordinator goes on."""
     number, nonce, attempt = ledger.protected_by
-    by = None
-    if ledger.protected is not None and number:
-        by = SetKey(ledger.protected, Incarnation(number, nonce), attempt)
+    covered = ledger.protected or ledger.base  # base: its parity is kept, though a member of its group is lost
+    by = SetKey(covered, Incarnation(number, nonce), attempt) if covered is not None and number else None
     node.kept = Orders(
         ledger.incarnation, ledger.epoch, ledger.seq, ledger.attempt, ledger.protected, by, ledger.current,
         ledger.target, ledger.base, outcomes=(Outcome(ledger.settled, None),) if ledger.settled else (),

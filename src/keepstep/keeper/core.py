@@ -34,7 +34,7 @@ class Core(Node):
     def handle(self, event: e.Event, now: float) -> list[e.Effect]:
         """Take in one event; returns what is to be done, in order."""
         self.now = max(now, self.now)
-        self.effects = []
+        self.effects, self.touched = [], True
         _DISPATCH[type(event)](self, event)
         following.follow(self)
         self._watch_lease()

@@ -15,6 +15,7 @@ from keepstep.keeper.job import GATHERING, Job, Terms
 from keepstep.keeper.node import COMMITTED, CORRUPT, RESTORING, SERVING, Node
 from keepstep.keeper.words import GrantOrder, Orders, Report
 from keepstep.protocol import Done, NodeCard
+from keepstep.types import Version
 
 HEARTBEAT_S = 0.5
 # Each turn follows from the one before: seal, plan, verify, begin, grant. More would be a loop.
@@ -26,7 +27,9 @@ def follow(node: Node) -> None:
     appoint(node)
     if node.job is not None:
         for _ in range(MAX_TURNS):
-            node.job.hear(report_of(node), node.now)
+            if node.touched:
+                node.job.hear(report_of(node), node.now)
+            node.touched = True
             if node.job.state == GATHERING or not take_orders(node, node.job.orders_for(node.card.node_id)):
                 break
         if node.job.state != GATHERING:
@@ -43,7 +46,7 @@ def appoint(node: Node) -> None:
     """Become the coordinator of this incarnation, where that is this node's part."""
     if node.job is not None and node.job.incarnation == node.incarnation:
         return
-    node.job = None
+    node.job, node.touched = None, True
     if node.state not in (RESTORING, SERVING) or not node.members:
         return
     register = next(iter(node.members.values())).register
@@ -69,11 +72,9 @@ def members_set(node: Node, event: e.MembersSet) -> None:
         return
     node.membership = membership
     node.cards = {card.node_id: card for card in (*membership.nodes, *membership.former)}
-    node.links = {node_id: up for node_id, up in node.links.items() if node_id in node.cards}
     node.said_key, node.ordered = None, (0, 0, 0)
     node.meet_at = node.now
     _meet(node)
-    follow(node)
 
 
 def _meet(node: Node) -> None:
@@ -99,7 +100,6 @@ def peer_link(node: Node, event: e.PeerLink) -> None:
     else:
         node.down_at[event.node_id] = node.now
         node.log("info", "a peer is away", peer=event.node_id, reason=event.reason)
-    follow(node)
 
 
 def peer_said(node: Node, event: e.PeerSaid) -> None:
@@ -108,7 +108,7 @@ def peer_said(node: Node, event: e.PeerSaid) -> None:
         if _from_coordinator(node, event.node_id, word):
             for card in word.cards:
                 _moved(node, card)
-            take_orders(node, word)
+            node.touched = take_orders(node, word)
         elif word.incarnation.number > node.incarnation.number:
             _step_aside(node, event.node_id, word)
     elif word.node_id == event.node_id == word.card.node_id:
@@ -116,7 +116,7 @@ def peer_said(node: Node, event: e.PeerSaid) -> None:
             node.job.moved_to(word.card)
         if node.job is not None:
             node.job.hear(word, node.now)
-    follow(node)
+        node.touched = False
 
 
 def _step_aside(node: Node, coordinator: str, orders: Orders) -> None:
@@ -156,20 +156,22 @@ def report_of(node: Node) -> Report:
     progress = max((node.progress.get(index, -1) for index in node.members), default=-1)
     said = tuple(word for grant in node.grants.open if (word := grant.said()) is not None)
     opened = tuple(GrantOrder(grant.serial, grant.step) for grant in node.grants.open)
-    restoring_now = node.state == RESTORING
-    damaged = {s.version for a in node.arenas.values() for s in a.slots if s.state == CORRUPT and s.version}
+    whole, loaded = node.whole(), node.all_loaded()
+    inventory = node.inventory() if node.state == RESTORING and restoring.inventory_ready(node) else None
+    damaged: set[Version] = set()
+    if "corrupt_slots" in node.counters:
+        damaged = {s.version for a in node.arenas.values() for s in a.slots if s.state == CORRUPT and s.version}
     return Report(
         node_id=node.card.node_id, instance=node.card.instance, incarnation=node.incarnation,
-        number=node.report_number, state=node.state, card=node.card, whole=node.whole(),
+        number=node.report_number, state=node.state, card=node.card, whole=whole,
         ranks=tuple(sorted(m.register.rank for m in members)), world_size=first.world_size if first else 0,
-        progress=progress, step_s=_pace(node, progress), ready=node.all_loaded() and node.state == SERVING,
-        room=snapshots.has_room(node), every=first.every if first else 1, slots=first.slots if first else 2,
+        progress=progress, step_s=_pace(node, progress), ready=loaded and node.state == SERVING,
+        room=loaded and snapshots.has_room(node), every=first.every if first else 1, slots=first.slots if first else 2,
         grants=said, opened=opened, placed=tuple(node.sets), exchange=node.exchange,
         audit=node.audit,
-        damaged=tuple(damaged), unreachable=_unreachable(node), finished=_finished(node),
+        damaged=tuple(damaged), unreachable=_unreachable(node), finished=whole and _finished(node),
         losses=node.limits.losses, group_size=node.limits.group_size, orders=node.orders,
-        inventory=node.inventory() if restoring_now and restoring.inventory_ready(node) else None,
-        restored=node.restored, failures=tuple(node.failures),
+        inventory=inventory, restored=node.restored, failures=tuple(node.failures),
     )  # fmt: skip
 
 
@@ -192,7 +194,7 @@ def _unreachable(node: Node) -> tuple[str, ...]:
 
 
 def _finished(node: Node) -> bool:
-    return node.opening is None and node.whole() and all(m.finished for m in node.members.values())
+    return node.opening is None and all(m.finished for m in node.members.values())
 
 
 def _report(node: Node) -> None:
@@ -200,6 +202,8 @@ def _report(node: Node) -> None:
     assert node.membership is not None
     to = node.membership.nodes[0].node_id
     if to == node.card.node_id or not node.links.get(to):
+        return
+    if not node.touched and node.now - node.said_at < HEARTBEAT_S:
         return
     report = report_of(node)
     key = (report.state, report.whole, report.ready, report.room, report.grants, report.opened, report.placed,

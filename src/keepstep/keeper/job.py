@@ -399,8 +399,10 @@ class Job:
         self._change(base=version, complete=version)
         covered = self.covered
         # What survives a node goes on to do so until this incarnation has something newer that does.
-        if covered is not None and self.groups and (covered.version != version or self._stands(covered)):
-            self._change(protected=covered.version, protected_by=covered)
+        if covered is not None and self.groups:
+            self._change(protected_by=covered)
+            if covered.version != version or self._stands(covered):
+                self._change(protected=covered.version)
         self.state, self.moved_at, self.advanced_at = SERVING, now, now
 
     def _stands(self, key: SetKey) -> bool:

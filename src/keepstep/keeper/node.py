@@ -134,6 +134,8 @@ class Node:
         self.progress: dict[int, int] = {}
         """an input: the step of each rank's last `take`, refreshed by the runtime before `handle`"""
         self.now = 0.0
+        self.touched = True
+        """this event may have changed what this node reports"""
         self.effects: list[e.Effect] = []
         self.said_last: list[e.Effect] = []
         """effects that come after all others of an event"""

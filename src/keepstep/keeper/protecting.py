@@ -32,8 +32,8 @@ def _target(node: Node) -> SetKey | None:
 def free_parity(node: Node) -> None:
     """A parity buffer is free if and only if it protects nothing that is retained."""
     kept = node.kept
-    # Where nothing is protected yet, what this incarnation was restored from may have been.
-    base = kept.base if kept.protected is None else None
+    # Where nobody could say what protects the version that was restored, all that may do so stays.
+    base = kept.base if kept.protected_by is None else None
     for key, found in list(node.sets.items()):
         needed = key in (kept.protected_by, _target(node)) or (base is not None and key.version == base)
         if not needed:

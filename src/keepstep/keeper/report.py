@@ -25,6 +25,8 @@ from keepstep.types import KeeperStatus, PeerStatus, RankStatus, SlotStatus, Sta
 
 REQUEST_S = 10.0
 MAX_REQUESTS = 16
+# How long the end of a keeper may wait for this thread to look up.
+END_S = 0.1
 
 
 def status_of(
@@ -174,7 +176,9 @@ class HttpServer:
 
     def __init__(self, sock: socket.socket, read_status: Callable[[], Status]) -> None:
         self._server = _Server(sock, read_status)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="keepstep-http", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(END_S,), name="keepstep-http", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

@@ -119,7 +119,8 @@ def hand_out(node: Node) -> bool:
 
 
 def has_room(node: Node) -> bool:
-    return node.all_loaded() and all(_free_slot(node, member) is not None for member in node.members.values())
+    """Of a node whose ranks are all loaded."""
+    return all(_free_slot(node, member) is not None for member in node.members.values())
 
 
 def _resume(node: Node) -> None:
