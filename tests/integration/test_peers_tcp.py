@@ -19,7 +19,7 @@ from peers_nodes import RUN_ID, SECRET, Node, Process, TcpNet, num_sockets, our_
 from keepstep import faults
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
-from keepstep.peers import FetchError, Peer, TcpPeers
+from keepstep.peers import Body, FetchError, Peer, TcpPeers
 from keepstep.peers.address import resolve_address
 from keepstep.peers.auth import CONTROL, DATA, WELCOME, AuthError, Dialing, Listening, Self, run_key
 from keepstep.peers.door import MAX_UNAUTHENTICATED
@@ -549,3 +549,36 @@ def test_the_rate_is_capped_over_all_streams(net: Direct, capped: str) -> None:
         future.result(30)
     seconds = time.monotonic() - start
     assert 0.9 < size * count / seconds / rate < 1.1
+
+
+def test_a_guest_that_proves_itself_is_let_in_and_may_ask_where_that_is_allowed() -> None:
+    """A keeper of an incarnation before does not know who coordinates the next one; the secret is enough."""
+    heard: list[str] = []
+    settings = PeersConfig(address="127.0.0.1", dead_s=1.0, timeout_s=3.0)
+
+    def peers(node_id: str, max_guests: int, instance: str = "1") -> TcpPeers:
+        return TcpPeers(
+            Peer(node_id, instance), "run", bytes(32), settings, on_message=lambda node, data: heard.append(node),
+            on_link=lambda *args: None, serve=lambda node, request: Body.of_bytes(b"yours"), max_guests=max_guests,
+        )  # fmt: skip
+
+    closed, open_, guest = peers("closed", 0), peers("open", 1), peers("guest", 0)
+    try:
+        addresses = [Peer(name, "1", *one.card_address()) for name, one in (("closed", closed), ("open", open_))]
+        guest.meet(addresses)
+        until(lambda: guest.up("open"), "the guest is in")
+        asked = guest.fetch("open", b"?", None, size_bytes=10, expect=None, timeout_s=3.0)
+        assert asked.result(5).data == b"yours"
+        assert guest.send("open", b"hello")
+        until(lambda: heard == ["guest"], "its word was heard")
+        assert not guest.up("closed")
+        # Another instance takes its place; one more guest than there is room for stays outside.
+        again = peers("guest", 0, "2")
+        try:
+            again.meet(addresses[1:])
+            until(lambda: again.up("open"), "the next instance is in")
+        finally:
+            again.close()
+    finally:
+        for one in (closed, open_, guest):
+            one.close()

@@ -137,6 +137,8 @@ def test_hostile_requests_are_refused(place: Path, caplog: pytest.LogCaptureFixt
     draw = random.Random(3)
     with three(place) as run, stranger(run, secret=run.secret) as peers:
         wait_for(lambda: peers.up("a"), "a guest is let in")
+        for _ in range(3):  # both parity buffers are there, and every stream
+            run.protect()
         open_before = len(os.listdir("/proc/self/fd"))
         for _ in range(150):
             request = draw.choice([draw.randbytes(60), absurd_request(run, draw).encode()])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from many import Setting, World
 from mayhem import Mayhem
+
+from many import Setting, World
 
 START_S, HEAL_S = 20.0, 40.0
 

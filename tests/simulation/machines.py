@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from fakes import NEED, Content, FakeArena, FakeParity, FakeSlot, FakeTrainer
 
 from keepstep.keeper import events as e
@@ -342,7 +341,9 @@ class Machine:
             self.hear(e.SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, "not whole"))
 
     def _verify(self, effect: e.VerifySlot) -> None:
-        self.in_this_life(self.world.random.uniform(0.005, 0.1), self.verify, effect.arena_id, effect.slot, effect.version)
+        self.in_this_life(
+            self.world.random.uniform(0.005, 0.1), self.verify, effect.arena_id, effect.slot, effect.version
+        )
 
     def verify(self, arena_id: str, index: int, version: Version) -> None:
         arena = self.arenas.get(arena_id)

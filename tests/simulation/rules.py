@@ -1,13 +1,13 @@
 """The rules of the protocol, looked at from outside: all memories and all orders, whenever one of them changes.
 
-    1  once a version was called complete there is always one at least as new that a restart can give back,
-       unless `exposed` was published
-    2  once a version was protected there is always one at least as new that survives the loss of any `losses`
-       nodes of a group: through every exchange, every restart and every healing
-    3  what is restored is one version on all ranks, the bytes of that rank at that step, and not older than 1 and 2 say
-    4  what a node is told is complete or protected never goes back within an incarnation (complete may, when exposed
-       or damaged)
-    5  memory that the coordinator retains is not written; parity is encoded beside one other at most
+1  once a version was called complete there is always one at least as new that a restart can give back,
+   unless `exposed` was published
+2  once a version was protected there is always one at least as new that survives the loss of any `losses`
+   nodes of a group: through every exchange, every restart and every healing
+3  what is restored is one version on all ranks, the bytes of that rank at that step, and not older than 1 and 2 say
+4  what a node is told is complete or protected never goes back within an incarnation (complete may, when exposed
+   or damaged)
+5  memory that the coordinator retains is not written; parity is encoded beside one other at most
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from keepstep.types import Incarnation, Version
 
 if TYPE_CHECKING:
     from machines import Machine
+
     from many import World
 
 # Words that a trainer may be sent away with: its job starts again.
@@ -237,7 +238,9 @@ class Rules:
         if version is not None:
             slot = machine.arenas[message.arena_id].slots[message.slot]
             flipped = (machine.node_id, version) in self.hurt and slot.damaged  # after it was checked
-            assert flipped or slot.sound((trainer.rank, version)), f"rule 3: rank {trainer.rank} gets {slot} for {version}"
+            assert flipped or slot.sound((trainer.rank, version)), (
+                f"rule 3: rank {trainer.rank} gets {slot} for {version}"
+            )
             if self._all_there(trainer.incarnation):
                 self._promise(version)
 

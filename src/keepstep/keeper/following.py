@@ -96,7 +96,8 @@ def peer_link(node: Node, event: e.PeerLink) -> None:
     node.links[event.node_id] = event.up
     if event.up:
         node.said_key = None  # say everything again: the other side may be new
-        node.ordered = (0, 0, 0)
+        if node.job is not None and node.job.state != GATHERING and node.job.knows(event.node_id):
+            node.do(e.Tell(event.node_id, node.job.orders_for(event.node_id)))
     else:
         node.down_at[event.node_id] = node.now
         node.log("info", "a peer is away", peer=event.node_id, reason=event.reason)

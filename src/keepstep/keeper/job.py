@@ -134,6 +134,8 @@ class Job:
         self.restored: set[str] = set()
         self.rooms: set[str] = set()
         self.finished: set[str] = set()
+        self.cut: set[str] = set()
+        """nodes that miss a link to another one of their group"""
         self.moved: dict[str, int] = {}
         self.placed: set[str] = set()
         self.moved_at = self.advanced_at = now
@@ -162,6 +164,9 @@ class Job:
             self._count(report, now)
         return self.decide(now)
 
+    def knows(self, node_id: str) -> bool:
+        return node_id in self.views or node_id in self.sources
+
     def moved_to(self, card: NodeCard) -> None:
         """A keeper is somewhere else than the membership says: its peers must know."""
         self.cards[card.node_id] = card
@@ -179,6 +184,7 @@ class Job:
         self.heard.add(node)
         _keep(self.ready, node, report.ready)
         _keep(self.finished, node, report.finished)
+        _keep(self.cut, node, bool(report.unreachable))
         _keep(self.restored, node, report.restored == self.plan_number and self.plan is not None)
         fresh = report.orders is not None and report.orders.order >= self._order(self.orders.retain_seq)
         _keep(self.rooms, node, report.room and fresh)
@@ -333,7 +339,7 @@ class Job:
             self._make_plan(now)
         if self.plan is None or self.plan.failure:
             return
-        if self.restored == self.views.keys():
+        if len(self.restored) == len(self.views):
             self._begin(now)
 
     def _may_plan(self, now: float) -> bool:
@@ -503,16 +509,16 @@ class Job:
         self.lead = max(1, self.lead - 1)
 
     def _grant(self, now: float) -> None:
-        if self.ready != self.views.keys() or self.finished:
+        # Counts, not sets: this is asked with every report of every node.
+        if len(self.ready) < len(self.views) or self.finished:
             return
-        self._change(ready=True)
+        if not self.orders.ready:
+            self._change(ready=True)
+        if self.open and (len(self.open[-1].said) < len(self.views) or len(self.open) >= self._slots - 1):
+            return
+        if len(self.rooms) < len(self.views):
+            return
         reports = [view.report for view in self.views.values() if view.report is not None]
-        if self.open:
-            latest, slots = self.open[-1], reports[0].slots
-            if len(latest.said) < len(self.views) or len(self.open) >= slots - 1:
-                return
-        if self.rooms != self.views.keys():
-            return
         step_s = max(report.step_s for report in reports)
         ahead = max(_progress_now(view, now) for view in self.views.values())
         lead = self.lead
@@ -526,8 +532,14 @@ class Job:
         self._change(grants=tuple(GrantOrder(g.serial, g.step) for g in self.open), serial=self.serial)
         self.orders = msgspec.structs.replace(self.orders, retain_seq=self.orders.seq)
 
+    @property
+    def _slots(self) -> int:
+        """The same on all nodes."""
+        report = next(iter(self.views.values())).report
+        return report.slots if report is not None else 2
+
     def _finish(self) -> None:
-        if self.finished == self.views.keys():
+        if len(self.finished) == len(self.views):
             self._change(finished=True)
 
     # Serving: protection
@@ -537,7 +549,7 @@ class Job:
         if not self.groups:
             return
         if orders.target is not None:
-            if self.placed == self.views.keys():
+            if len(self.placed) == len(self.views):
                 key = self.target_key
                 self._change(protected=orders.target, protected_by=key, target=None, base=None, exposed=False)
                 self.advanced_at = self.protected_at = now
@@ -569,15 +581,14 @@ class Job:
 
     def _cut_off(self) -> bool:
         """Some node cannot reach another one of its group."""
-        reports = (view.report for view in self.views.values())
-        return any(report is None or report.unreachable for report in reports)
+        return bool(self.cut) or len(self.heard) < len(self.views)
 
     def _expose(self, now: float) -> None:
         """No slot is free and protection stands still: let snapshots go on. What is protected is never given up."""
         given_up = self.orders.exposed and self.orders.target is None and self._cut_off()
         if not self.groups or (now - self.advanced_at < self.terms.stall_s and not given_up):
             return
-        slots = min((v.report.slots for v in self.views.values() if v.report is not None), default=2)
+        slots = self._slots
         if len(self.orders.retain) < slots or self.open:
             return
         if self.orders.target is not None and now - self.moved_at < min(self.terms.deadline_s, self.terms.stall_s):

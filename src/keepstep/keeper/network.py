@@ -43,6 +43,7 @@ from keepstep.types import Version
 log = logging.getLogger("keepstep.keeper")
 JOIN_S = 5.0
 SEAT = "peers.json"
+MAX_GUESTS = 64
 
 
 class _Seat(msgspec.Struct, frozen=True):
@@ -114,7 +115,7 @@ class Network:
                 return TcpPeers(
                     Peer(self._identity.node_id, seat.instance), self._identity.run_id, b"",
                     replace(config.peers, address=config.peers.address or config.address, port=port),
-                    on_message=self._message, on_link=self._link, serve=self.shelf.serve,
+                    on_message=self._message, on_link=self._link, serve=self.shelf.serve, max_guests=MAX_GUESTS,
                 )  # fmt: skip
             except ConfigError:
                 if port == config.peers.port:

@@ -38,8 +38,6 @@ GIVE_WAY_S = 0.3
 """head start of the side whose connection would be kept"""
 MAX_DIALS = 32
 """connections that are being made at once"""
-MAX_GUESTS = 64
-"""authenticated peers that `meet` has not named"""
 BEATS = 4
 """heartbeats within `dead_s`"""
 
@@ -61,8 +59,17 @@ class Links:
     """The peers, their sessions, and the control thread (`run`)."""
 
     def __init__(
-        self, node_id: str, traffic: Traffic, *, dial: Callable[[Peer], None], on_message: OnMessage, on_link: OnLink
+        self,
+        node_id: str,
+        traffic: Traffic,
+        *,
+        dial: Callable[[Peer], None],
+        on_message: OnMessage,
+        on_link: OnLink,
+        max_guests: int,
     ) -> None:
+        """`max_guests`: authenticated peers that are let in although `meet` has not named them."""
+        self._max_guests = max_guests
         self._node_id = node_id
         self._traffic = traffic
         self._dial = dial
@@ -171,8 +178,8 @@ class Links:
         return True
 
     def _has_room(self, peer: Peer) -> bool:
-        guests = sum(not known.peer.address for known in self._known.values())
-        return peer.node_id != self._node_id and guests < MAX_GUESTS
+        guests = sum(not known.peer.address for node_id, known in self._known.items() if node_id != peer.node_id)
+        return peer.node_id != self._node_id and guests < self._max_guests
 
     def _take_in(self, peer: Peer) -> _Known:
         """It has proved that it is of this run, and nobody has told us of it: it took another keeper's place, or it

@@ -73,8 +73,13 @@ class TcpPeers:
         on_link: OnLink,
         serve: Serve,
         towards: str = "",
+        max_guests: int = 0,
     ) -> None:
-        """`secret` may be empty: `admit` comes later. `towards`: with no address set, the one that leads there."""
+        """`secret` may be empty: `admit` comes later. `towards`: with no address set, the one that leads there.
+
+        `max_guests`: how many authenticated peers may come that `meet` has not named, or another instance of one
+        that it has: a keeper that took another one's place, or one that looks for what we hold.
+        """
         self._self = Self(me.node_id, me.instance, run_id)
         self._key: bytes | None = None
         self._traffic = Traffic(config)
@@ -88,7 +93,10 @@ class TcpPeers:
         listener = listen_on(resolve_address(config.address, towards=towards), config.port)
         self._address, self._port = listener.getsockname()[:2]
         self._door = Door(listener, self._greet, self._crew, timeout_s=config.timeout_s)
-        self._links = Links(me.node_id, self._traffic, dial=self._start_dial, on_message=on_message, on_link=on_link)
+        self._links = Links(
+            me.node_id, self._traffic, dial=self._start_dial, on_message=on_message, on_link=on_link,
+            max_guests=max_guests,
+        )  # fmt: skip
         log.info(
             "peers reach this keeper at %s port %d (peers.address = %r)%s",
             self._address, self._port, config.address, ", TLS" if self._tls else "",
