@@ -1,7 +1,7 @@
 """Nodes that are lost while a job trains, under torchrun: it ends bit for bit as if nothing had happened.
 
 Each test is one cluster of four nodes and several failures, because starting torch is what costs here. The
-reference is the same training without keepstep. Seeds choose the instants; a failing one is printed.
+reference is the same training without keepstep. The seed (KEEPSTEP_TEST_SEED) chooses the instants.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def exchanged_per_version(status: Status) -> float:
     return status.counters["exchanged_bytes"] / status.counters["protected_versions"]
 
 
-def replacement_restores_from_parity(job: Training, names: list[str]) -> int:
+def step_rebuilt_from_parity(job: Training, names: list[str]) -> int:
+    """What the job came back to when other nodes were lost; `names` are those that it has now, by rank."""
     restored = job.cluster.restored
     assert restored.source == "parity", restored
     assert restored.nodes == names
@@ -35,48 +36,48 @@ def replacement_restores_from_parity(job: Training, names: list[str]) -> int:
     return restored.step
 
 
-def test_sharded_and_staged_training_survives_a_trainer_then_a_node_then_the_coordinator() -> None:
-    with training("hsdp+fsdp+pipeline", steps=36, seed=SEED) as job:
-        job.wait_protected()
-        job.cluster.node(1).kill_trainer()
-        assert job.cluster.restored.source == "memory"
-        protected = job.wait_protected(job.cluster.restored.step or 0).protected_step
+def test_sharded_and_staged_training_survives_the_loss_of_a_node_and_then_of_the_coordinator() -> None:
+    with training("hsdp+fsdp+pipeline", steps=24, seed=SEED) as job:
+        protected = job.wait_protected(2).protected_step
         job.lose(2)
-        step = replacement_restores_from_parity(job, ["node0", "node1", "node2b", "node3"])
+        step = step_rebuilt_from_parity(job, ["node0", "node1", "node2b", "node3"])
         assert step >= (protected or 0)
         job.wait_protected(step)
         job.lose(0)
-        assert replacement_restores_from_parity(job, ["node0b", "node1", "node2b", "node3"]) > step
+        assert step_rebuilt_from_parity(job, ["node0b", "node1", "node2b", "node3"]) > step
         job.finish()
 
 
-def test_replicated_training_exchanges_next_to_nothing_and_survives_a_node_and_a_flipped_bit() -> None:
-    flip = 18
-    with training("ddp", steps=36, seed=SEED, course=["--flip", f"{flip}:1"]) as job:
+def test_replicated_training_survives_a_node_then_a_flipped_bit_then_two_nodes_at_once() -> None:
+    flip = 16
+    environ = {"KEEPSTEP_PARITY_LOSSES": "2"}
+    with training("ddp", steps=28, seed=SEED, course=["--flip", f"{flip}:1"], environ=environ) as job:
         status = job.wait_protected(2)
-        assert exchanged_per_version(status) < 0.02 * state_bytes(640)
+        assert status.losses_covered == 2
+        assert exchanged_per_version(status) < 0.02 * state_bytes(640), "replicated state was exchanged"
         job.lose(3)
-        replacement_restores_from_parity(job, ["node0", "node1", "node2", "node3b"])
+        step_rebuilt_from_parity(job, ["node0", "node1", "node2", "node3b"])
         job.wait_protected(flip)  # one void version, then every rank keeps its own
         for index in range(4):
             (problem,) = [text for text in job.cluster.status(index).problems if "diverged" in text]
             assert "ddp_model.module.0.weight" in problem
             assert ": rank 1 differ" in problem
         assert f"is void: {problem}" in job.cluster.node(1).log.read_text()
-        job.lose(1)
-        assert replacement_restores_from_parity(job, ["node0", "node1b", "node2", "node3b"]) > flip
+        job.lose(0, 1)
+        assert step_rebuilt_from_parity(job, ["node0b", "node1b", "node2", "node3b"]) > flip
         job.finish()
 
 
 def test_shared_replicas_take_their_part_of_the_memory_and_come_back_whole() -> None:
     environ = {"KEEPSTEP_PARITY_REPLICATED": "share"}
-    with training("ddp", steps=36, seed=SEED, course=["--width", "1280"], environ=environ) as job:
+    with training("ddp", steps=24, seed=SEED, course=["--width", "1280"], environ=environ) as job:
         status = job.wait_protected()
-        assert exchanged_per_version(status) < 0.02 * state_bytes(1280)
+        assert exchanged_per_version(status) < 0.02 * state_bytes(1280), "replicated state was exchanged"
         share = state_bytes(1280) / 3
         for index in range(4):
             (rank,) = job.cluster.status(index).ranks
             stored = max(slot.size_bytes for slot in rank.slots)
+            print(f"node {index} stores {stored / share:.2f} of S/(n-m), arena {rank.arena_bytes / share:.2f}")
             assert stored < share + (6 << 20)
             assert rank.arena_bytes < len(rank.slots) * (share + (8 << 20))
         for node in job.cluster.nodes:
@@ -84,13 +85,5 @@ def test_shared_replicas_take_their_part_of_the_memory_and_come_back_whole() -> 
         assert job.cluster.restored.source == "memory"
         job.wait_protected(job.cluster.restored.step or 0)
         job.lose(2)
-        replacement_restores_from_parity(job, ["node0", "node1", "node2b", "node3"])
-        job.finish()
-
-
-def test_two_nodes_lost_at_once_are_rebuilt_from_the_other_two() -> None:
-    with training("fsdp", steps=24, seed=SEED, environ={"KEEPSTEP_PARITY_LOSSES": "2"}) as job:
-        assert job.wait_protected(3).losses_covered == 2
-        job.lose(0, 3)
-        replacement_restores_from_parity(job, ["node0b", "node1", "node2", "node3b"])
+        step_rebuilt_from_parity(job, ["node0", "node1", "node2b", "node3"])
         job.finish()

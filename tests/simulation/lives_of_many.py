@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mayhem import Mayhem
-
-from many import Setting, World
+from world_of_many import Setting, World
 
 START_S, HEAL_S = 20.0, 40.0
 

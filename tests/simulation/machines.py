@@ -33,7 +33,7 @@ from keepstep.recovery.plan import Piece
 from keepstep.types import Version
 
 if TYPE_CHECKING:
-    from many import World
+    from world_of_many import World
 
 TICK_S = 0.25
 SAY_S = 0.2
@@ -431,7 +431,7 @@ class Exchanging:
         self.machine, self.effect, self.world = machine, effect, machine.world
         self.stopped, self.tries, self.moved, self.said_at = False, 0, 0, -1.0
         self.ranks: dict[str, tuple[int, ...]] = {}
-        self.pace_s = self.world.random.choice([0.01, 0.03, 0.1])
+        self.pace_s = self.world.random.choice(self.world.setting.pace_s)
         self.reads = list(effect.members) * READS_PER_MEMBER
         self._next(self.pace_s)
 

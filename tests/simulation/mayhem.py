@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from machines import Machine
-
-    from many import World
+    from world_of_many import World
 
 
 class Mayhem:

@@ -26,11 +26,13 @@ from keepstep.types import Incarnation, Version
 
 if TYPE_CHECKING:
     from machines import Machine
-
-    from many import World
+    from world_of_many import World
 
 # Words that a trainer may be sent away with: its job starts again.
-EXPECTED = ("ended while the job was restoring", "is over", "newer incarnation", "was restored here, and")
+EXPECTED = (
+    "ended while the job was restoring", "is over", "newer incarnation", "was restored here, and",
+    "damaged after it was checked",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import pytest
 from lives_of_many import describe, heal, live
-from many import Setting, World
 from mayhem import Mayhem
+from world_of_many import Setting, World
 
 SETTINGS = {
     "three nodes": (Setting(3, losses=1), 200),
     "two ranks each": (Setting(4, losses=1, local=2, slots=3), 150),
     "two may be lost": (Setting(4, losses=2), 200),
     "two groups": (Setting(6, losses=1, group_size=3), 150),
-    "four slots": (Setting(5, losses=2, slots=4), 150),
+    "four slots": (Setting(5, losses=2, slots=4), 100),
+    "an exchange takes many steps": (Setting(4, losses=1, slots=4, pace_s=(0.4, 0.6)), 50),
     "two groups of which two may be lost": (Setting(6, losses=2, group_size=3, slots=3), 150),
 }
 

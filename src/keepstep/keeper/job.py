@@ -40,7 +40,7 @@ from keepstep.keeper.words import (
 from keepstep.parity.placement import Place, cut_groups, keep_positions
 from keepstep.protocol import NodeCard
 from keepstep.recovery.inventory import Inventory, SetKey
-from keepstep.recovery.plan import OWN, Piece, Plan, covering, plan
+from keepstep.recovery.plan import OWN, Piece, Plan, covering, plan, stands
 from keepstep.types import Incarnation, Version
 
 GATHERING, RESTORING, SERVING = "gathering", "restoring", "serving"
@@ -124,6 +124,8 @@ class Job:
         # Words of a plan that is over must not be taken for those of the next life.
         self.plan_number = incarnation.number << 20
         self.planned_at = -math.inf
+        self.found: dict[str, Inventory] = {}
+        """what the last plan was made from"""
         self.covered: SetKey | None = None
         """the newest protection that the inventories show: kept until there is one of this incarnation"""
         self.serial = 0
@@ -267,7 +269,8 @@ class Job:
             self._form_groups(reports)
         epoch = newest.epoch + 1 if newest is not None else 1
         self.orders = Orders(self.incarnation, epoch, 1, every=reports[0].every, cards=tuple(self.cards.values()))
-        begun = any(o.restore is not None and o.restore.begin for o in followed)
+        # Orders that keep something were given after BEGIN: nobody has it from a plan alone.
+        begun = any(o.retain or (o.restore is not None and o.restore.begin) for o in followed)
         if newest is None or not (begun or rejoined):
             numbers = [o.restore.number for o in followed if o.restore is not None]
             self.plan_number = max([self.plan_number, *numbers])
@@ -366,6 +369,7 @@ class Job:
                 for view in (*self.views.values(), *self.sources.values()):
                     view.away.clear()
         self.planned_at = now
+        self.found = inventories
         self.covered = covering(inventories, made.version) if made.version is not None else None
         if made.version is not None and not alone and made.world_size != len(homes):
             text = (
@@ -407,20 +411,9 @@ class Job:
         # What survives a node goes on to do so until this incarnation has something newer that does.
         if covered is not None and self.groups:
             self._change(protected_by=covered)
-            if covered.version != version or self._stands(covered):
+            if covered.version != version or stands({n: i for n, i in self.found.items() if n in self.views}, covered):
                 self._change(protected=covered.version)
         self.state, self.moved_at, self.advanced_at = SERVING, now, now
-
-    def _stands(self, key: SetKey) -> bool:
-        """All members of that protection are here and hold their parts."""
-        sets = [
-            parity
-            for view in self.views.values()
-            if view.report is not None and view.report.inventory is not None
-            for parity in view.report.inventory.sets
-            if parity.key == key
-        ]
-        return len(sets) == len({member for parity in sets for member in parity.members})
 
     def _exclude(self, failure: Failure) -> None:
         view = self.views.get(failure.node_id) or self.sources.get(failure.node_id)

@@ -211,6 +211,9 @@ def _answer_for(node: Node, member: Member, ticket: int) -> RestoreFrom | Error:
     register = member.register
     piece = next((p for p in decision.pieces if p.rank == register.rank), None)
     place = node.places.get(register.rank)
+    if piece is not None and place is None:
+        text = f"rank {register.rank} of {decision.version} was damaged after it was checked"
+        return IntegrityError(text, hint="the launcher restarts the job")
     moved = piece is not None and piece.source == OWN and piece.local_index != member.index
     if piece is None or place is None or moved or decision.world_size != register.world_size:
         return RecoveryError(

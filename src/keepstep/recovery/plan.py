@@ -113,33 +113,35 @@ def plan(inventories: Mapping[str, Inventory], homes: Mapping[int, str], silent:
 
 
 def covering(inventories: Mapping[str, Inventory], newest: Version) -> SetKey | None:
-    """The newest protection, not newer than this version, that all its members who answered still hold."""
-    versions = _gather(inventories)
-    for version in sorted((v for v in versions if v <= newest), reverse=True):
-        found = versions[version]
-        for key in sorted({key for key, _ in found.sets}, reverse=True):
-            groups = _groups(inventories, key)
-            ranks = {rank for group in groups for ranks in group.ranks for rank in ranks}
-            if len(ranks) == found.world_size and all(_held_by_all(inventories, group) for group in groups):
-                return key
+    """The newest protection, not newer than this version, whose parity all its members who answered still hold."""
+    found: dict[SetKey, dict[tuple[str, ...], ParitySet]] = defaultdict(dict)
+    holders: dict[SetKey, set[str]] = defaultdict(set)
+    for node_id, inventory in inventories.items():
+        for parity in inventory.sets:
+            found[parity.key][parity.members] = parity
+            holders[parity.key].add(node_id)
+    for key in sorted((key for key in found if key.version <= newest), reverse=True):
+        groups = found[key].values()
+        ranks = {rank for group in groups for ranks in group.ranks for rank in ranks}
+        members = {member for group in groups for member in group.members}
+        world_size = next(iter(groups)).world_size
+        # Where one that answered has none, it was never acknowledged; one that is gone is what the others are for.
+        if len(ranks) == world_size and members & inventories.keys() <= holders[key]:
+            return key
     return None
 
 
-def _groups(inventories: Mapping[str, Inventory], key: SetKey) -> list[ParitySet]:
-    """One set of every group that took part."""
-    sets = (parity for inventory in inventories.values() for parity in inventory.sets if parity.key == key)
-    return list({parity.members: parity for parity in sets}.values())
-
-
-def _held_by_all(inventories: Mapping[str, Inventory], group: ParitySet) -> bool:
-    """Parity and data; a member that is gone is what the others are there for."""
-    for member, ranks in zip(group.members, group.ranks, strict=True):
-        inventory = inventories.get(member)
-        if inventory is None:
-            continue
-        held = {holding.rank for holding in inventory.holdings if holding.version == group.key.version}
-        if not held.issuperset(ranks) or all(parity.key != group.key for parity in inventory.sets):
-            return False
+def stands(inventories: Mapping[str, Inventory], key: SetKey) -> bool:
+    """All members of that protection are among these nodes, with their parity and the data behind it."""
+    for inventory in inventories.values():
+        for group in inventory.sets:
+            if group.key != key:
+                continue
+            for member, ranks in zip(group.members, group.ranks, strict=True):
+                held = inventories.get(member)
+                data = {h.rank for h in held.holdings if h.version == key.version} if held is not None else set()
+                if held is None or not data.issuperset(ranks) or all(parity.key != key for parity in held.sets):
+                    return False
     return True
 
 

@@ -34,6 +34,8 @@ class Setting:
     group_size: int = 8
     local: int = 1
     slots: int = 2
+    pace_s: tuple[float, ...] = (0.01, 0.03, 0.1)
+    """seconds for one chunk of an exchange, one of these: quick, or longer than many steps"""
 
     @property
     def world_size(self) -> int:
@@ -105,9 +107,7 @@ class Network:
 
     def recompute(self, machine: Machine) -> None:
         """Something about this node has changed: which of its links are up now?"""
-        for other in self.world.machines.values():
-            if other is machine:
-                continue
+        for other in self.others(machine):
             pair = _pair(machine.node_id, other.node_id)
             link = self.links.setdefault(pair, Link())
             up = pair not in self.cuts and self._may_link(machine, other)
@@ -115,6 +115,9 @@ class Network:
                 link.up, link.epoch = up, link.epoch + 1
                 for side, peer in ((machine, other), (other, machine)):
                     self._notify(link, side, peer.node_id, up)
+
+    def others(self, machine: Machine) -> list[Machine]:
+        return [other for other in self.world.machines.values() if other is not machine]
 
     def _may_link(self, one: Machine, other: Machine) -> bool:
         """Both have the secret of the run, and one of them knows where the other's keeper is now."""

@@ -1,0 +1,114 @@
+"""A thousand keepers without faults: what a report costs the coordinator, and what a version costs each node.
+
+The coordinator hears every node: its work per version grows with their number and no faster. A node hears its
+coordinator and its group: its work does not grow at all.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import pytest
+from machines import Machine
+from rules import Rules
+from world_of_many import Network, Setting, World
+
+from keepstep.keeper import events as e
+from keepstep.keeper.core import Core
+from keepstep.keeper.words import Report
+from keepstep.parity.placement import Place, cut_groups
+from keepstep.types import Version
+
+# Generous: it took 0.03 ms per report on a busy machine of two cores.
+MAX_REPORT_S = 0.002
+MAX_GROWTH = 3.0
+
+
+class Neighbours(Network):
+    """Links to the coordinator and within groups only: what is measured is the keepers."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        setting = world.setting
+        places = [Place(f"n{number}") for number in range(setting.nodes)]
+        groups = cut_groups(places, setting.group_size, setting.losses)
+        named = [[places[index].node_id for index in group] for group in groups]
+        self.near = {node_id: sorted({"n0", *group}) for group in named for node_id in group}
+
+    def others(self, machine: Machine) -> list[Machine]:
+        if machine.node_id == "n0":
+            return super().others(machine)
+        found = self.world.machines
+        return [found[n] for n in self.near[machine.node_id] if n != machine.node_id and n in found]
+
+
+class Blind(Rules):
+    """Looking at all memories all the time is for small jobs."""
+
+    def memory_changed(self) -> None: ...
+
+    def promised(self, machine: Machine, version: Version) -> None: ...
+
+    def written(self, machine: Machine, slot: object) -> None: ...
+
+    def _current(self, machine: Machine) -> bool:
+        return True
+
+
+class Timed(World):
+    def __init__(self, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.report_s: list[float] = []
+        self.node_s: list[float] = []
+        self.heard = self.told = 0
+        monkeypatch.setattr("world_of_many.Network", Neighbours)
+        monkeypatch.setattr("world_of_many.Rules", Blind)
+        super().__init__(5, Setting(nodes, losses=1, slots=3))
+        self.step_s, self.drop_rate, self.twice_rate, self.slow_rate, self.void_rate = 0.5, 0.0, 0.0, 0.0, 0.0
+        real = Core.handle
+
+        def handle(core: Core, event: e.Event, now: float) -> list[e.Effect]:
+            if core.card.node_id not in ("n0", "n9"):
+                return real(core, event, now)
+            began = time.perf_counter()
+            effects = real(core, event, now)
+            took = time.perf_counter() - began
+            if core.card.node_id == "n9":
+                self.node_s.append(took)
+                return effects
+            self.heard += 1
+            self.told += sum(isinstance(effect, e.Tell) for effect in effects)
+            if isinstance(event, e.PeerSaid) and isinstance(event.word, Report):
+                self.report_s.append(took)
+            return effects
+
+        monkeypatch.setattr(Core, "handle", handle)
+
+    def protect(self) -> None:
+        before = self.rules.covers
+        assert self.run(60.0, lambda: self.rules.covers > before), "nothing is protected"
+
+    def figures(self) -> dict[str, float]:
+        """Of the second protected version: what is measured, and what is counted."""
+        self.protect()
+        self.heard = self.told = 0
+        self.protect()
+        nodes = self.setting.nodes
+        return {
+            "us per report": 1e6 * median(self.report_s),
+            "us per event of a node": 1e6 * median(self.node_s),
+            "events of the coordinator per version and node": self.heard / nodes,
+            "orders per version and node": self.told / nodes,
+        }
+
+
+@pytest.mark.timeout(300)
+def test_the_cost_of_a_report_does_not_grow_with_the_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[int, dict[str, float]] = {}
+    for nodes in (100, 1000):
+        with monkeypatch.context() as patch:
+            found[nodes] = Timed(nodes, patch).figures()
+            print(nodes, {name: round(value, 1) for name, value in found[nodes].items()})
+    for name, value in found[1000].items():
+        assert value <= MAX_GROWTH * found[100][name], f"{name} grows with the number of nodes: {found}"
+    assert found[1000]["us per report"] <= 1e6 * MAX_REPORT_S
