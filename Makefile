@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+COMPUTING := tests/unit tests/property tests/golden tests/simulation tests/many
+FAST_LOG := .tests-computing.log
+
 .PHONY: demo test lint unit chaos bench clean
 
 demo: $(STAMP)
@@ -20,14 +23,21 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# Two runs side by side, because there are two cores: tests that compute, and tests that start processes.
 unit: $(STAMP)
-	$(BIN)/python -m pytest -m "not chaos and not gpu"
+	$(BIN)/python -m pytest -p no:cacheprovider -m "not chaos and not gpu" $(COMPUTING) > $(FAST_LOG) 2>&1 & fast=$$!; \
+	$(BIN)/python -m pytest -m "not chaos and not gpu" tests/integration; slow=$$?; \
+	wait $$fast; fast=$$?; cat $(FAST_LOG); rm -f $(FAST_LOG); test $$slow -eq 0 -a $$fast -eq 0
 
 chaos: $(STAMP)
 	$(BIN)/python -m pytest -m chaos
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_take.py --out benchmarks/results/take.json
+	$(BIN)/python benchmarks/bench_parity.py --out benchmarks/results/parity.json
+	$(BIN)/python benchmarks/bench_exchange.py --out benchmarks/results/exchange.json
+	$(BIN)/python benchmarks/bench_nodes.py --out benchmarks/results/nodes.json
+	$(BIN)/python benchmarks/bench_recovery.py --out benchmarks/results/recovery.json
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -29,6 +29,7 @@ def cli(node: Node, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(400)
 def test_an_operator_freezes_cuts_plans_and_kills_a_node_and_the_plan_comes_true() -> None:
     with LocalCluster(nodes=3, script=SCRIPT, arguments=["100000", "0.1"]) as cluster:

@@ -32,6 +32,7 @@ def log_has(node: Node, text: str) -> Callable[[], bool]:
     return lambda: text in node.log.read_text(errors="replace")
 
 
+@pytest.mark.chaos
 def test_a_lost_node_is_replaced_and_the_job_ends_as_if_nothing_had_happened() -> None:
     with LocalCluster(nodes=3, script=SCRIPT, arguments=["60"]) as undisturbed:
         undisturbed.train(until=0)
@@ -79,6 +80,7 @@ def test_two_spares_wait_until_a_node_is_lost_and_one_of_them_gets_its_place() -
         assert cluster.incarnation == 2, "one loss, one round"
 
 
+@pytest.mark.chaos
 def test_a_spare_that_was_not_needed_ends_with_the_job() -> None:
     with LocalCluster(nodes=2, script=SCRIPT, arguments=["200", "0.05", "1", "plain"]) as cluster:
         cluster.train(until=5)
@@ -90,6 +92,7 @@ def test_a_spare_that_was_not_needed_ends_with_the_job() -> None:
         assert "this spare was not needed" in spare.log.read_text()
 
 
+@pytest.mark.chaos
 def test_a_frozen_node_is_given_up_and_waits_as_a_spare_when_it_thaws() -> None:
     with LocalCluster(nodes=2, spares=1, script=SCRIPT, arguments=[LONG, "0.05", "1", "plain"]) as cluster:
         cluster.train(until=20)
@@ -106,6 +109,7 @@ def test_a_frozen_node_is_given_up_and_waits_as_a_spare_when_it_thaws() -> None:
         assert cluster.incarnation == 2
 
 
+@pytest.mark.chaos
 def test_without_its_store_a_job_goes_on_until_it_needs_a_round() -> None:
     environ = {"KEEPSTEP_LAUNCH_STORE_S": "3"}
     with LocalCluster(nodes=2, script=SCRIPT, arguments=[LONG], environ=environ) as cluster:
@@ -120,6 +124,7 @@ def test_without_its_store_a_job_goes_on_until_it_needs_a_round() -> None:
             assert node.status().memory_bytes > 0, "the keeper holds the state"
 
 
+@pytest.mark.chaos
 def test_a_node_that_is_cut_off_is_replaced_and_stops_by_itself() -> None:
     network = Namespaces()
     environ = {"KEEPSTEP_LAUNCH_STORE_S": "8"}

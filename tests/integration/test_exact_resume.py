@@ -359,6 +359,7 @@ def test_ddp_on_two_ranks_under_torchrun_with_the_keepstep_backend(server: Serve
     check_launched(Trial("ddp", "1@4:step", ranks=2), server, places, backend)
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 def test_ddp_on_two_ranks_under_plain_torchrun(server: Server, places: list[Place]) -> None:
     backend = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=exact-plain"]
@@ -370,6 +371,7 @@ def test_ddp_on_two_ranks_under_plain_torchrun(server: Server, places: list[Plac
         del os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(400)
 def test_ddp_on_four_ranks_with_a_rehearsal_under_torchrun(server: Server, places: list[Place]) -> None:
     backend = ["--rdzv-backend=keepstep", "--rdzv-id=exact-4"]

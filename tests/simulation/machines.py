@@ -8,6 +8,7 @@ what was under way; arenas and parity stay, as trainers and launcher hold them. 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fakes import NEED, Content, FakeArena, FakeParity, FakeSlot, FakeTrainer
@@ -106,7 +107,7 @@ class Machine:
         self.exchange, self.brought = None, []
         self.in_this_life(self.world.random.uniform(0, TICK_S), self._tick)
         holders: list[Callable[[], None]] = [self._launcher_comes]
-        holders += [lambda trainer=trainer: self._comes_back(trainer) for trainer in self.trainers if trainer.alive]
+        holders += [partial(self._comes_back, trainer) for trainer in self.trainers if trainer.alive]
         self.world.random.shuffle(holders)
         for number, holder in enumerate(holders):
             self.in_this_life(0.01 + number * self.world.random.choice([0.01, 0.1]), holder)
@@ -256,7 +257,7 @@ class Machine:
             step = trainer.loaded.step if trainer.loaded else None
             self.say(trainer, e.RankLoaded(trainer.conn, 3, step))
         elif trainer.last_word is not None:
-            self.say(trainer, msgspec_replace_conn(trainer.last_word, trainer.conn))
+            self.say(trainer, _said_again(trainer.last_word, trainer.conn))
 
     def take(self, trainer: FakeTrainer) -> None:
         """One step of the rank, and the snapshot that it was granted."""
@@ -418,7 +419,7 @@ class Machine:
             one.stopped = one.stopped or one.effect.plan <= effect.plan
 
 
-def msgspec_replace_conn(word: e.SnapshotCommitted | e.GrantVoid, conn: int) -> e.Event:
+def _said_again(word: e.SnapshotCommitted | e.GrantVoid, conn: int) -> e.Event:
     if isinstance(word, e.SnapshotCommitted):
         return e.SnapshotCommitted(conn, word.arena_id, word.slot, word.version)
     return e.GrantVoid(conn, word.version, word.reason)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fakes import FakeParity, FakeSlot
+
 if TYPE_CHECKING:
     from machines import Machine
     from world_of_many import World
@@ -95,12 +97,13 @@ class Mayhem:
         if not machine.alive or not rules.may_lose(machine.node_id):
             return
         slots = [slot for slot in machine.slots() if slot.whole and slot.sealed == slot.whole[1]]
-        places = [*slots, *machine.parities.values()]
+        places: list[FakeSlot | FakeParity] = [*slots, *machine.parities.values()]
         if not places:
             return
         place = self.draw.choice(places)
         place.damaged = True
-        version = place.whole[1] if hasattr(place, "whole") and place.whole else place.found.key.version  # type: ignore[union-attr]
+        version = place.found.key.version if isinstance(place, FakeParity) else place.sealed
+        assert version is not None
         rules.hurt.add((machine.node_id, version))
         self.done.append(f"  {machine.node_id} {version}")
         rules.lost_memory()

@@ -31,8 +31,10 @@ def only_a_newer_protected_version_frees_a_slot(patch: pytest.MonkeyPatch) -> No
         named = {grant.slots.get(member.index) for grant in node.grants.open}
         protected = node.kept.protected
         for slot in arena.slots if arena is not None else []:
-            old = slot.state == SEALED and protected is not None and slot.version is not None
-            if slot.index not in named and (slot.state == FREE or (old and slot.version < protected)):
+            old = (
+                slot.state == SEALED and protected is not None and slot.version is not None and slot.version < protected
+            )
+            if slot.index not in named and (slot.state == FREE or old):
                 return slot
         return None
 

@@ -241,9 +241,9 @@ def take_orders(node: Node, orders: Orders) -> bool:
     fresh = orders.newer_than(node.orders) or (node.orders_from_ledger and orders.order == node.kept.order)
     if fresh:
         node.orders, node.orders_from_ledger = orders, False
-        if orders.restore is not None:
-            restoring.take_plan(node, orders.restore)
     newest = node.orders
+    if newest is not None and newest.restore is not None:
+        restoring.take_plan(node, newest.restore)
     if newest is None or node.state != SERVING or not (newest.restore is None or newest.restore.begin):
         return fresh
     before = node.kept

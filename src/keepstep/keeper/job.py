@@ -209,7 +209,7 @@ class Job:
         for failure in report.failures:
             if failure.plan == self.plan_number:
                 self._exclude(failure)
-        self._check_damage(report)
+        self._check_damage(report, now)
 
     def _order(self, seq: int) -> tuple[int, int, int]:
         return (self.incarnation.number, self.orders.epoch, seq)
@@ -365,6 +365,8 @@ class Job:
                 # It is there, only out of reach: that never costs a version. Ask again, in a while.
                 if now < self.planned_at + self.terms.ask_again_s:
                     return
+                if now - self.started_at >= self.terms.inventory_s and self._forget_sources():
+                    return
                 made = best
                 for view in (*self.views.values(), *self.sources.values()):
                     view.away.clear()
@@ -387,6 +389,12 @@ class Job:
                 world_size=made.world_size, local_world_size=made.local_world_size,
             )  # fmt: skip
         self._change_restore()
+
+    def _forget_sources(self) -> bool:
+        """A keeper of an incarnation before that somebody cannot reach: its time is over. Members are waited for."""
+        before = len(self.sources)
+        self.sources = {node_id: view for node_id, view in self.sources.items() if not view.away}
+        return len(self.sources) < before
 
     def _inventories(self) -> tuple[dict[str, Inventory], dict[str, Inventory]]:
         """What is held and sound, and of that what could be reached so far."""
@@ -595,14 +603,18 @@ class Job:
         self._change(exposed=True)
         self.advanced_at = now
 
-    def _check_damage(self, report: Report) -> None:
+    def _check_damage(self, report: Report, now: float) -> None:
         """A version whose bytes no longer match on one node is not complete; where it is protected, parity has it."""
-        orders = self.orders
         for version in report.damaged:
-            if version == orders.target:
-                self._change(target=None, attempt=orders.attempt + 1)
-            if version == self.orders.complete and version not in (orders.protected, orders.base):
-                self._change(complete=orders.protected or orders.base)
+            if version == self.orders.target:
+                self._abandon(f"{report.node_id}: its bytes there are damaged", now)
+            orders = self.orders
+            if version != orders.complete or version == orders.protected:
+                continue
+            if orders.protected is not None:  # also of the version that was restored: it cannot be protected any more
+                self._change(complete=orders.protected, base=None if orders.base == version else orders.base)
+            elif version != orders.base:
+                self._change(complete=orders.base)
 
 
 def _keep(found: set[str], node_id: str, belongs: bool) -> None:

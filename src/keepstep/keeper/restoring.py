@@ -48,6 +48,8 @@ def take_plan(node: Node, order: RestoreOrder) -> None:
     """Bring in what the plan asks for; a plan with a higher number takes the place of one that failed."""
     if node.state != RESTORING:
         return
+    if not node.whole() and any(piece.source != OWN for piece in order.pieces):
+        return  # this keeper is a new one: wait for the ranks that the bytes are for
     if node.decision is None or order.number > node.decision.number:
         forget(node)
         node.decision = order
@@ -166,7 +168,11 @@ def _failed_own(node: Node, rank: int, event: e.SlotVerified) -> None:
 
 def _check_ready(node: Node) -> None:
     decision = node.decision
-    if decision is None or decision.failure or node.verifying or node.bringing or node.failures:
+    if decision is None or decision.failure or node.verifying or node.bringing:
+        return
+    if node.failures:
+        if decision.begin and node.state == RESTORING:  # too late for another plan: who asks for it hears so
+            _begin(node)
         return
     if all(piece.rank in node.places for piece in decision.pieces):
         node.restored = decision.number
