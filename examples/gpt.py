@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
@@ -164,9 +165,10 @@ class GPT(nn.Module):
 
 def shard(model: GPT) -> None:
     """Every rank keeps its own part of each parameter, of its gradient and of what the optimizer makes of it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # the default is a GPU where there is one
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 # The data

@@ -28,8 +28,8 @@ CUT_S = 8.0
 HEAL_S = 90.0
 SLOW = "80mbit"
 MEGABYTES = 30
-MEDIAN_MS, P99_MS = 10.0, 60.0
-"""how much longer a step may take; the rest of the machine is in it"""
+MEDIAN_MS, P99_MS = 10.0, 100.0
+"""how much longer a step may take: three nodes share these cores, and an exchange with its bursts has them too"""
 
 pytestmark = [
     pytest.mark.chaos,

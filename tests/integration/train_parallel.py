@@ -82,10 +82,11 @@ class Part:
         if self.kind == "ddp":
             return DistributedDataParallel(model)
         if self.kind == "fsdp":
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             for layer in model:
                 if isinstance(layer, nn.Linear):
-                    fully_shard(layer)
-            return fully_shard(model)
+                    fully_shard(layer, mesh=mesh)
+            return fully_shard(model, mesh=mesh)
         if self.kind == "hsdp":
             mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
             return fully_shard(model, mesh=mesh)

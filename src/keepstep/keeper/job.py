@@ -269,15 +269,18 @@ class Job:
             self._form_groups(reports)
         epoch = newest.epoch + 1 if newest is not None else 1
         self.orders = Orders(self.incarnation, epoch, 1, every=reports[0].every, cards=tuple(self.cards.values()))
-        # Orders that keep something were given after BEGIN: nobody has it from a plan alone.
-        begun = any(o.retain or (o.restore is not None and o.restore.begin) for o in followed)
-        if newest is None or not (begun or rejoined):
+        begun = rejoined or any(o.restore is not None and o.restore.begin for o in followed)
+        back = [r for r in reports if r.state == RESTORING]
+        # Orders that keep something were given after BEGIN, though nobody may have heard it but one that died.
+        if newest is not None and (begun or newest.retain):
+            if any(r.inventory is None or not r.whole for r in back):
+                return  # its keeper died after BEGIN: what its ranks restore must be found again
+            begun = begun or all(len(_lying_there(r, newest.complete, 0).pieces) == len(r.ranks) for r in back)
+        if newest is None or not begun:
             numbers = [o.restore.number for o in followed if o.restore is not None]
             self.plan_number = max([self.plan_number, *numbers])
             self.state = RESTORING
             return
-        if any(r.state == RESTORING and (r.inventory is None or not r.whole) for r in reports):
-            return  # its keeper died between BEGIN and the first step: what its ranks restore must be found again
         self._take_over(newest, reports, now)
         if self.orders.target is not None and not stood:
             self._abandon("its groups are not known any more", now)  # parity of two placements must not mix
