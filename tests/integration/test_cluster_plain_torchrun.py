@@ -47,6 +47,6 @@ def test_a_node_that_never_comes_is_an_error_in_time(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(port))
     with LocalRun() as run:
-        config = Config(keeper=KeeperConfig(request_s=2))
+        config = Config(keeper=KeeperConfig(request_s=6))
         with pytest.raises(KeeperError, match="the trainers of all nodes did not come in time"):
             meet(run.identity, config, Place(0, 2, 0, 1))

@@ -223,10 +223,6 @@ class Rules:
     def lost_memory(self) -> None:
         self.promise = None
 
-    def round_begins(self) -> None:
-        """Nodes that have no place any more and were not asked in this round either do not count as there."""
-        self.memory_changed() if self.promise is None else None
-
     # 3: restored
 
     def restored(self, machine: Machine, trainer: FakeTrainer, message: RestoreFrom) -> None:

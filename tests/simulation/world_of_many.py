@@ -220,14 +220,10 @@ class Launcher:
                     self.world.later(0.2, self._begin)  # it may come back
                     return
         gone = [n for n in self.order if not machines[n].alive or n in self.unwanted]
-        spares = {node_id: self.add() for node_id in gone}
-        members = [spares.get(node_id, node_id) for node_id in self.order]
-        if any(machines[node_id].core is None for node_id in members):
-            self.world.later(0.1, self._begin)  # agents wait for their keepers; spares are asked for again
-            self.order = members if not gone else self.order
-            for node_id in spares.values():
-                machines[node_id].alive = False
+        if any(machines[node_id].core is None for node_id in self.order if node_id not in gone):
+            self.world.later(0.1, self._begin)  # agents wait for their keepers
             return
+        members = [self.add() if node_id in gone else node_id for node_id in self.order]
         if draw.random() < 0.05:
             draw.shuffle(members)
         self.rounds += 1
@@ -235,7 +231,6 @@ class Launcher:
         self._pending = False
         self.former, self.order = [n for n in self.order if n not in members], members
         self.unwanted.clear()
-        self.world.rules.round_begins()
         self._start()
 
     def _start(self) -> None:
