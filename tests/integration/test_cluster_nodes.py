@@ -64,6 +64,7 @@ def test_a_killed_keeper_disturbs_nobody_and_learns_who_its_peers_are() -> None:
         wait_until(lambda: (cluster.status(0).step or 0) > newest + 20, cluster)
 
 
+@pytest.mark.chaos
 def test_two_spares_wait_until_a_node_is_lost_and_one_of_them_gets_its_place() -> None:
     with LocalCluster(nodes=3, spares=2, script=SCRIPT, arguments=[LONG, "0.05", "1", "plain"]) as cluster:
         cluster.train(until=20)

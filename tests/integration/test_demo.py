@@ -70,7 +70,7 @@ def test_the_demo_ends_identical_and_leaves_its_results_and_nothing_else(tmp_pat
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.chaos)])
 def test_an_interrupted_demo_ends_what_it_started(number: signal.Signals, tmp_path: Path) -> None:
     demo = start_demo(tmp_path)
     try:

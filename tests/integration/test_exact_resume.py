@@ -353,6 +353,7 @@ def test_single_process_without_any_launcher(server: Server, places: list[Place]
     check_launched(Trial("simple:kind=fused,schedule=onecycle", "4:step"), server, places, None)
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 def test_ddp_on_two_ranks_under_torchrun_with_the_keepstep_backend(server: Server, places: list[Place]) -> None:
     backend = ["--rdzv-backend=keepstep", "--rdzv-id=exact-2"]

@@ -68,6 +68,7 @@ def test_replicated_training_survives_a_node_then_a_flipped_bit_then_two_nodes_a
         job.finish()
 
 
+@pytest.mark.chaos
 def test_shared_replicas_take_their_part_of_the_memory_and_come_back_whole() -> None:
     environ = {"KEEPSTEP_PARITY_REPLICATED": "share"}
     with training("ddp", steps=24, seed=SEED, course=["--width", "1280"], environ=environ) as job:
