@@ -99,8 +99,6 @@ class ParityConfig(_Section):
     """Nodes that protect each other, at most; groups of one job differ by at most one node."""
     replicated: str = "full"
     """State that is the same on several nodes: `full` keeps all of it on each, `share` S/(n-m) on each."""
-    threads: int = 2
-    """Threads that encode and rebuild."""
     deadline_s: float = 30.0
     """An exchange that makes no progress for this long is abandoned; the newest version is next."""
     stall_s: float = 60.0
@@ -357,7 +355,6 @@ _RANGES: Mapping[str, tuple[float, float]] = types.MappingProxyType(
         "keeper.seal_threads": (1, 64),
         "parity.losses": (0, 4),
         "parity.group_size": (2, 36),
-        "parity.threads": (1, 64),
         "parity.deadline_s": (0.1, 86400),
         "parity.stall_s": (0.1, 86400),
         "parity.inventory_s": (0.1, 3600),

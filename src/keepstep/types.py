@@ -152,4 +152,4 @@ class Status(msgspec.Struct, frozen=True):
     parity_bytes: int = 0
     exchange_bytes_s: float = 0.0
     min_node_period_s: float | None = None
-    """the shortest time in which a version can be protected, by what this node measured"""
+    """what this node's last exchange took: a version cannot be protected more often than that"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import subprocess
 import sys
@@ -49,7 +48,6 @@ def test_name_that_needs_no_torch_is_there(name: str) -> None:
     assert getattr(keepstep, name) is not None
 
 
-@pytest.mark.skipif(importlib.util.find_spec("keepstep.trainer.snapshotter") is None, reason="no trainer yet")
 def test_names_that_need_torch_are_loaded_on_first_use() -> None:
     names = sorted(NEEDS_TORCH)
     assert run(f"import keepstep; print([getattr(keepstep, name).__name__ for name in {names}])") == str(names)

@@ -175,6 +175,9 @@ class Node:
         # Protecting
         self.sets: dict[SetKey, ParitySet] = {}
         self.exchange: Exchange | None = None
+        self.exchange_began = 0.0
+        self.exchange_s: float | None = None
+        """how long this node's last finished exchange took"""
         self.audit: tuple[Audit, tuple[ShareChunk, ...]] | None = None
 
     @property

@@ -19,7 +19,7 @@ def take_orders(node: Node) -> None:
     group = node.kept.group
     if key is None or group is None or key in node.sets or running == key:
         return
-    node.exchange = Exchange(key, 0)
+    node.exchange, node.exchange_began = Exchange(key, 0), node.now
     node.count("exchanges")
     node.do(e.StartExchange(key, group.members, group.losses))
 
@@ -47,6 +47,7 @@ def placed(node: Node, event: e.ParityPlaced) -> None:
     node.sets[found.key] = found
     if running:
         node.exchange = Exchange(found.key, event.moved_bytes)
+        node.exchange_s = node.now - node.exchange_began
         node.count("exchanged_bytes", event.moved_bytes)
         node.count("protected_versions")
 

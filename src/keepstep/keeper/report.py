@@ -63,6 +63,7 @@ def status_of(
         ],
         parity_bytes=network.parity_bytes if network is not None else 0,
         exchange_bytes_s=network.peers.counters().get("rate_in_bytes_s", 0.0) if network is not None else 0.0,
+        min_node_period_s=core.exchange_s,
     )  # fmt: skip
 
 

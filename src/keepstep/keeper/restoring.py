@@ -8,8 +8,8 @@ ready (BEGIN), so every rank restores the same version or none does.
 from __future__ import annotations
 
 from keepstep.errors import Error, IntegrityError, KeeperError, RecoveryError
-from keepstep.keeper import arenas, snapshots
 from keepstep.keeper import events as e
+from keepstep.keeper import snapshots
 from keepstep.keeper.node import COMMITTED, CORRUPT, FREE, RESTORING, SEALED, SERVING, Member, Node, Place
 from keepstep.keeper.words import Failure, RestoreOrder
 from keepstep.protocol import RestoreFrom
@@ -280,8 +280,3 @@ def fail_loading(node: Node, error: Error) -> None:
 
 def ended_meanwhile(rank: int) -> Error:
     return RecoveryError(f"rank {rank} ended while the job was restoring", hint="the launcher restarts the job")
-
-
-def brought_arena(node: Node, event: e.ArenaAdded) -> None:
-    """A new arena that holds what was brought in: it becomes the rank's own."""
-    arenas.arena_added(node, event)
