@@ -62,6 +62,19 @@ class Training:
         self._wait(holds, lambda: f"a protected version after step {beyond}: {found}")
         return found[0]
 
+    def wait_problem(self, text: str) -> str:
+        """Until a living node's status shows a problem with this in its text."""
+        found: list[str] = []
+
+        def shown() -> bool:
+            with contextlib.suppress(KeeperError, OSError):
+                problems = self.cluster.nodes[self._living].status().problems
+                found[:] = [problem for problem in problems if text in problem]
+            return bool(found)
+
+        self._wait(shown, lambda: f"a problem with {text!r}")
+        return found[0]
+
     def _covers(self, status: Status, beyond: int) -> bool:
         return (
             status.incarnation >= self.cluster.incarnation

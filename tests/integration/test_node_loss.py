@@ -88,3 +88,18 @@ def test_shared_replicas_take_their_part_of_the_memory_and_come_back_whole() -> 
         job.lose(2)
         step_rebuilt_from_parity(job, ["node0", "node1", "node2b", "node3"])
         job.finish()
+
+
+@pytest.mark.chaos
+def test_flipped_bit_in_a_share_is_found_by_the_code_and_its_node_may_still_be_lost() -> None:
+    flip = 8
+    environ = {"KEEPSTEP_PARITY_REPLICATED": "share", "KEEPSTEP_PARITY_LOSSES": "2"}
+    course = ["--width", "1280", "--flip", f"{flip}:1"]
+    with training("ddp", steps=60, seed=SEED, course=course, environ=environ) as job:
+        problem = job.wait_problem("diverged")
+        assert "ddp_model.module.0.weight" in problem
+        assert ": rank 1 differs" in problem
+        job.wait_protected(flip + 1)  # protected per rank from then on
+        job.lose(1)
+        assert step_rebuilt_from_parity(job, ["node0", "node1b", "node2", "node3"]) > flip
+        job.finish()

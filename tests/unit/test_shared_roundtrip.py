@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ from keepstep import layout as layouts
 from keepstep.arena.chunks import chunk_spans, read_table
 from keepstep.arena.slots import DIGEST_BYTES, Arena
 from keepstep.config import ParityConfig, TakeConfig
+from keepstep.keeper.audit import answer, class_digests
+from keepstep.keeper.comparing import Comparison, Verdict, odd_class
+from keepstep.keeper.shelf import Book, open_book
+from keepstep.keeper.words import Audit
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece
 from keepstep.protocol import RestoreFrom, StreamSource, WantRestore
 from keepstep.testing.run import LocalRun
@@ -91,13 +96,19 @@ def take(snapshots: Snapshotter, step: int) -> None:
     assert pending.wait(timeout_s=30) is Survives.PROCESS, pending
 
 
-def save(state: dict[str, Any], settings: Config, steps: int = 1) -> dict[str, bytes]:
+def save(
+    state: dict[str, Any],
+    settings: Config,
+    steps: int = 1,
+    spoil: Callable[[dict[str, Any]], None] = lambda state: None,
+) -> dict[str, bytes]:
     """A life that trains, takes a snapshot at each step and dies. Returns what it had at the last one."""
     snapshots = begin(state, settings)
     restored = snapshots.restore()
     first = restored.step + 1 if restored else 0
     for step in range(first, first + steps):
         train(state)
+        spoil(state)
         take(snapshots, step)
     snapshots.close(finished=False)
     return bits(state)
@@ -282,17 +293,24 @@ def find_sources(fds: list[int]) -> list[StreamSource]:
 
 
 def capture_as(
-    monkeypatch: pytest.MonkeyPatch, rank: int, nodes: tuple[int, ...], settings: Config
+    monkeypatch: pytest.MonkeyPatch, rank: int, nodes: tuple[int, ...], settings: Config, *, flip: bool = False
 ) -> tuple[int, dict[str, bytes]]:
-    """One snapshot as that rank, with a keeper of its own. Returns its arena and what it had."""
+    """One snapshot as that rank, with a keeper of its own. Returns its arena and what it had.
+
+    `flip`: its replica has one wrong bit, in the first byte of model.2.weight.
+    """
     with LocalRun() as other, monkeypatch.context() as there:
         for name, value in other.environ.items():
             there.setenv(name, value)
         believe(there, rank, *nodes)
-        expected = save(make_state(), settings)
+        expected = save(make_state(), settings, spoil=_flip if flip else lambda state: None)
         with other.arenas() as (arena,):
             fd = os.dup(arena.segment.fd)
     return fd, expected
+
+
+def _flip(state: dict[str, Any]) -> None:
+    state["model"][2].weight.data.view(torch.uint8)[0, 0] ^= 1
 
 
 @pytest.mark.parametrize(("mode", "nodes"), [("full", (0, 0, 1, 1)), ("share", (0, 1, 2))])
@@ -435,3 +453,61 @@ def test_need_counts_what_is_still_to_come_by_who_will_hold_it() -> None:
     assert alone.payload_bytes == 10 * CHUNK_BYTES
     assert shared.payload_bytes == 5 * CHUNK_BYTES
     assert sizing.need_of(plan, 0, [], None).payload_bytes == 0
+
+
+# The audit
+
+
+@pytest.fixture
+def fds() -> Iterator[list[int]]:
+    opened: list[int] = []
+    yield opened
+    for fd in opened:
+        os.close(fd)
+
+
+def book_of(fd: int, rank: int) -> Book:
+    """What that rank holds; to its keeper it was the only one."""
+    arena = Arena.adopt(fd, run_id=os.environ["KEEPSTEP_RUN_ID"], node_id=os.environ["KEEPSTEP_NODE_ID"])
+    book = open_book(arena, newest(arena)[0])
+    book.sealed = replace(book.sealed, trainer=replace(book.sealed.trainer, rank=rank))
+    return book
+
+
+def compare(held: list[Book]) -> Verdict | None:
+    """As the coordinator does, with what each book says by itself."""
+    odd = odd_class(class_digests(book) for book in held)
+    if odd is None:
+        return None
+    comparison = Comparison(Audit(held[0].sealed.version, odd))
+    for _ in range(2):
+        said = [found for book in held if (found := answer(book, comparison.asked)) is not None]
+        verdict = comparison.hear(said)
+        if verdict is not None:
+            return verdict
+    raise AssertionError("two questions are enough")
+
+
+@pytest.mark.parametrize(("mode", "losses", "count"), [("full", 1, 3), ("share", 1, 3), ("share", 2, 4)])
+def test_flipped_bit_in_a_replica_is_found_and_named(
+    run: LocalRun, monkeypatch: pytest.MonkeyPatch, fds: list[int], mode: str, losses: int, count: int
+) -> None:
+    settings, nodes = config(replicated=mode, losses=losses), tuple(range(count))
+    for flip in (False, True):
+        fds += [capture_as(monkeypatch, rank, nodes, settings, flip=flip)[0] for rank in nodes]
+    alike = [book_of(fd, rank) for rank, fd in enumerate(fds[:count])]
+    wrong = [book_of(fd, rank) for rank, fd in enumerate(fds[count:])]
+    assert compare(alike) is None
+    found = 0
+    for flipped in range(count):
+        verdict = compare([*alike[:flipped], wrong[flipped], *alike[flipped + 1 :]])
+        if verdict is None:
+            assert mode == "share", "it holds another part of the class"
+            continue
+        found += 1
+        assert "model.2.weight" in verdict.paths
+        named = [flipped] if mode == "full" or losses > 1 else list(nodes)
+        assert f"{', '.join(map(str, named))} differ" in verdict.reason, verdict.reason
+        assert verdict.rank == named[0]
+    # In a stripe one rank holds the chunk itself and `losses` ranks hold parity of it.
+    assert found == (count if mode == "full" else 1 + losses)

@@ -1,76 +1,106 @@
-"""Replicas that should be the same and are not: which, and whose. Pure, and the reading that it needs.
+"""What this node says of the replicated state that it holds, so that the coordinator can compare.
 
-The digest of a class is a sum over its chunks, so that local ranks that hold different chunks of it add
-up, in any order, to what another node has. When two nodes differ, every node says what it holds chunk by
-chunk, and the smaller party is named: this is also how silent data corruption shows itself.
+The digest of a class is a sum over what is held of it, so that ranks and nodes add up in any order. Where every node
+holds all of it, the sums are equal. Where each holds a share, data and parity are fingerprinted, and since those obey
+the arithmetic of the code, the sum over all nodes is zero unless somebody's replica is not that of the others.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
 
 import xxhash
 
-from keepstep import layout as layouts
 from keepstep.arena.slots import DIGEST_BYTES
 from keepstep.keeper.shelf import Book
-from keepstep.keeper.words import ShareChunk
-from keepstep.layout import FULL
+from keepstep.keeper.words import Audit, AuditAnswer, ClassDigest, Unit
+from keepstep.layout import CHUNK_BYTES, FULL, Stored, Stream
+from keepstep.parity import field
+from keepstep.parity.code import coefficients
+from keepstep.parity.fingerprint import FINGERPRINT_BYTES, fingerprint
 
-MAX_PATHS = 16
+MAX_PATHS = 64
 
 
-def share_digests(book: Book) -> tuple[tuple[str, bytes], ...]:
-    """(class, digest) of what one slot holds of state that other nodes keep in full too."""
+def class_digests(book: Book) -> tuple[ClassDigest, ...]:
+    """Of everything in one slot that other nodes have too."""
+    whole = _whole(book)
+    shared = [stream for stream in book.layout.streams if stream.mode != FULL]
+    coded = [ClassDigest(stream.class_id, _sum_of_share(book, stream), stream.n) for stream in shared]
+    return tuple(sorted([*whole, *coded], key=lambda one: one.class_id))
+
+
+def answer(book: Book, asked: Audit) -> AuditAnswer | None:
+    """For one slot; None when it holds nothing of the class."""
+    stream = next((stream for stream in book.layout.streams if stream.class_id == asked.class_id), None)
+    if stream is None:
+        return None
+    if asked.chunks:
+        return AuditAnswer(paths=_paths(stream, asked.chunks))
+    rank = book.sealed.trainer.rank
+    if stream.mode == FULL:
+        numbers = {chunk: number for (owner, chunk), number in book.stored(FULL).items() if owner == stream.class_id}
+        units = [Unit(chunk, -1, rank, _table_digest(book, number)) for chunk, number in numbers.items()]
+        return AuditAnswer(stream.n, 0, tuple(units))
+    coded = [Unit(_place(one), one.code_row, rank, _read(book, one)) for one in stream.stored()]
+    return AuditAnswer(stream.n, stream.m, tuple(coded))
+
+
+def _whole(book: Book) -> list[ClassDigest]:
+    """Of chunks that are the same on every node: from their checksums, nothing is read."""
     total: dict[str, int] = defaultdict(int)
     for (class_id, chunk), number in book.stored(FULL).items():
-        own = book.table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        total[class_id] ^= int.from_bytes(xxhash.xxh3_128_digest(chunk.to_bytes(8, "little") + own), "little")
-    return tuple((class_id, value.to_bytes(DIGEST_BYTES, "little")) for class_id, value in sorted(total.items()))
+        named = chunk.to_bytes(8, "little") + _table_digest(book, number)
+        total[class_id] ^= int.from_bytes(xxhash.xxh3_128_digest(named), "little")
+    return [ClassDigest(class_id, value.to_bytes(DIGEST_BYTES, "little")) for class_id, value in total.items()]
 
 
-def share_chunks(book: Book, class_id: str) -> list[ShareChunk]:
-    """What one slot holds of a class, with the paths that lie in each chunk."""
-    stream = next((stream for stream in book.layout.streams if stream.class_id == class_id), None)
-    if stream is None:
-        return []
-    found = []
-    for (owner, chunk), number in book.stored(FULL).items():
-        if owner == class_id:
-            digest = book.table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            found.append(ShareChunk(chunk, book.sealed.trainer.rank, digest, _paths(stream, chunk)))
-    return found
+def _sum_of_share(book: Book, stream: Stream) -> bytes:
+    """One sum for each row of the code: parity there equals the combination of the data it was made from.
+
+    Every stripe has weights of its own, or the same fault in two stripes would cancel out.
+    """
+    k = stream.n - stream.m
+    sums = [bytes(FINGERPRINT_BYTES)] * stream.m
+    for one in stream.stored():
+        stripe, source = (one.row, -1) if one.chunk < 0 else divmod(one.chunk, k)
+        weighted = _times(_weights(stripe), _read(book, one))
+        for row in range(stream.m):
+            if source >= 0:
+                factor = coefficients(stream.m, row, k)[source]
+                sums[row] = field.add(sums[row], field.scale(factor, weighted))
+            elif row == one.code_row:
+                sums[row] = field.add(sums[row], weighted)
+    return b"".join(sums)
 
 
-def _paths(stream: layouts.Stream, chunk: int) -> tuple[str, ...]:
-    start, end = chunk * layouts.CHUNK_BYTES, (chunk + 1) * layouts.CHUNK_BYTES
-    inside = [entry.path for entry in stream.entries if entry.offset < end and entry.offset + entry.size_bytes > start]
-    return tuple(inside[:MAX_PATHS])
+def _weights(stripe: int) -> bytes:
+    drawn = xxhash.xxh3_128_digest(stripe.to_bytes(8, "little"))
+    return bytes(value or 1 for value in drawn)  # zero would not count at all
 
 
-def odd_one_out(answers: Sequence[Sequence[ShareChunk]]) -> tuple[int, str, tuple[str, ...]]:
-    """(rank, sentence, paths): which replicas differ from the most."""
-    by_chunk: dict[int, list[ShareChunk]] = defaultdict(list)
-    for answer in answers:
-        for one in answer:
-            by_chunk[one.chunk].append(one)
-    ranks: set[int] = set()
-    paths: dict[str, None] = {}
-    tied = False
-    for held in by_chunk.values():
-        counts = Counter(one.digest for one in held).most_common()
-        if len(counts) < 2:
-            continue
-        tied = tied or counts[0][1] == counts[1][1]
-        for one in held:
-            paths.update(dict.fromkeys(one.paths))
-            if one.digest != counts[0][0] or counts[0][1] == counts[1][1]:
-                ranks.add(one.rank)
-    if not paths:
-        return -1, "replicated state differs between nodes, and not any more when they were asked", ()
-    named = ", ".join(list(paths)[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
-    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
-    side = "differ from each other" if tied else "differ from the other replicas"
-    text = f"replicated state has diverged: {named}: {who} {side} (silent corruption, or not replicated after all)"
-    return min(ranks), text, tuple(paths)
+def _times(weights: bytes, values: bytes) -> bytes:
+    return bytes(map(field.mul, weights, values))
+
+
+def _read(book: Book, stored: Stored) -> bytes:
+    """The fingerprint of a stored chunk; the padding of a short one is zero and changes nothing."""
+    start = book.arena.payload_span(book.slot).offset + stored.offset
+    return fingerprint(book.arena.segment.read(start, stored.size_bytes))
+
+
+def _place(stored: Stored) -> int:
+    return stored.chunk if stored.chunk >= 0 else stored.row
+
+
+def _table_digest(book: Book, number: int) -> bytes:
+    return book.table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+
+
+def _paths(stream: Stream, chunks: tuple[int, ...]) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for chunk in chunks:
+        start, end = chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES
+        inside = (entry for entry in stream.entries if entry.offset < end and entry.offset + entry.size_bytes > start)
+        found.update(dict.fromkeys(entry.path for entry in inside))
+    return tuple(found)[:MAX_PATHS]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.arena.header import Grant, Ledger, Progress
-from keepstep.keeper.words import Audit, Failure, Orders, Report, ShareChunk
+from keepstep.keeper.words import Audit, AuditAnswer, ClassDigest, Failure, Orders, Report
 from keepstep.protocol import ArenaNeed, Membership, NodeCard, Register
 from keepstep.recovery.inventory import ParitySet, SetKey
 from keepstep.recovery.plan import Piece
@@ -118,7 +118,7 @@ class SlotSealed:
     local_world_size: int
     size_bytes: int
     problem: str = ""
-    shares: tuple[tuple[str, bytes], ...] = ()
+    shares: tuple[ClassDigest, ...] = ()
     """(class, digest) of what the slot holds of state that other nodes hold too"""
 
 
@@ -202,10 +202,10 @@ class ExchangeMoved:
 
 @dataclass(frozen=True)
 class SharesRead:
-    """What this node holds of a replica class, chunk by chunk."""
+    """What this node holds of a replica class."""
 
     audit: Audit
-    chunks: tuple[ShareChunk, ...]
+    answer: AuditAnswer
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ def follow(node: Node) -> None:
             node.touched = True
             if node.job.state == GATHERING or not take_orders(node, node.job.orders_for(node.card.node_id)):
                 break
+        while node.job.faults:
+            node.log("warning", node.job.faults.popleft())
         if node.job.state != GATHERING:
             _spread(node)
     elif node.membership is not None:
@@ -216,7 +218,7 @@ def _report(node: Node) -> None:
 
 
 def shares_read(node: Node, event: e.SharesRead) -> None:
-    node.audit = (event.audit, event.chunks)
+    node.audit = (event.audit, event.answer)
 
 
 # Orders

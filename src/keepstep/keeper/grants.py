@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep.keeper.words import GrantOrder, GrantSaid
+from keepstep.keeper.words import ClassDigest, GrantOrder, GrantSaid
+from keepstep.parity.field import add
 from keepstep.types import Version
 
 
@@ -22,7 +23,7 @@ class OpenGrant:
     slots: dict[int, int]
     committed: dict[int, Version] = field(default_factory=dict)
     sealed: set[int] = field(default_factory=set)
-    shares: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    shares: dict[int, tuple[ClassDigest, ...]] = field(default_factory=dict)
     """by rank: the digest of what its slot holds of each replica class"""
     void: tuple[int, str] | None = None
     """the rank that could not honour it, and why"""
@@ -52,13 +53,15 @@ class OpenGrant:
         (version,) = self.versions
         return GrantSaid(self.serial, self.step, version, self.slots.keys() <= self.sealed, shares=self._shares())
 
-    def _shares(self) -> tuple[tuple[str, bytes], ...]:
+    def _shares(self) -> tuple[ClassDigest, ...]:
         """Local ranks hold different chunks of a class; digests add up in any order."""
-        total: dict[str, int] = {}
+        total: dict[str, ClassDigest] = {}
         for found in self.shares.values():
-            for class_id, digest in found.items():
-                total[class_id] = total.get(class_id, 0) ^ int.from_bytes(digest, "little")
-        return tuple((class_id, value.to_bytes(16, "little")) for class_id, value in sorted(total.items()))
+            for one in found:
+                before = total.get(one.class_id)
+                digest = one.digest if before is None else add(before.digest, one.digest)
+                total[one.class_id] = ClassDigest(one.class_id, digest, one.shared_by)
+        return tuple(total[class_id] for class_id in sorted(total))
 
 
 @dataclass

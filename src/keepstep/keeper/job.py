@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from keepstep.keeper.audit import odd_one_out
+from keepstep.keeper.comparing import Comparison, odd_class
 from keepstep.keeper.words import (
     MAX_OUTCOMES,
     Audit,
@@ -74,6 +74,8 @@ class OpenGrant:
     void: tuple[int, str] | None = None
     late: bool = False
     diverged: tuple[str, ...] = ()
+    comparison: Comparison | None = None
+    """begun when its replicas were found to differ"""
 
     def hear(self, node_id: str, said: GrantSaid) -> None:
         before = self.said.get(node_id)
@@ -480,27 +482,22 @@ class Job:
 
         False while the nodes are asked what exactly differs.
         """
-        seen: dict[str, bytes] = {}
-        differs = None
-        for said in grant.said.values():
-            for class_id, digest in said.shares:
-                if seen.setdefault(class_id, digest) != digest:
-                    differs = class_id
-        if differs is None:
-            return True
-        (version,) = grant.versions
-        asked = Audit(version, differs)
-        self._change(audit=asked)
-        answers = []
-        for view in self.views.values():
-            report = view.report
-            if report is not None and report.audit is not None and report.audit[0] == asked:
-                answers.append(report.audit[1])
-        if len(answers) < len(self.views):
-            return False
-        rank, reason, paths = odd_one_out(answers)
-        grant.void, grant.diverged = (rank, reason), paths
-        self.faults.append(reason)
+        if grant.comparison is None:
+            odd = odd_class(said.shares for said in grant.said.values())
+            if odd is None:
+                return True
+            (version,) = grant.versions
+            grant.comparison = Comparison(Audit(version, odd))
+        verdict = None
+        while verdict is None:
+            asked = grant.comparison.asked
+            self._change(audit=asked)
+            reports = [view.report for view in self.views.values() if view.report is not None]
+            answers = [report.audit[1] for report in reports if report.audit is not None and report.audit[0] == asked]
+            if len(answers) < len(self.views):
+                return False
+            verdict = grant.comparison.hear(answers)
+        grant.void, grant.diverged = (verdict.rank, verdict.reason), verdict.paths
         return True
 
     def _completed(self, version: Version, now: float) -> None:

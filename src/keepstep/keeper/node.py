@@ -13,7 +13,7 @@ from keepstep.errors import Error
 from keepstep.keeper import events as e
 from keepstep.keeper.grants import Grants
 from keepstep.keeper.job import Job
-from keepstep.keeper.words import Audit, Exchange, Failure, Orders, RestoreOrder, ShareChunk
+from keepstep.keeper.words import Audit, AuditAnswer, Exchange, Failure, Orders, RestoreOrder
 from keepstep.protocol import ArenaNeed, Membership, NodeCard, Refused, Register
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.types import Incarnation, Version
@@ -178,7 +178,7 @@ class Node:
         self.exchange_began = 0.0
         self.exchange_s: float | None = None
         """how long this node's last finished exchange took"""
-        self.audit: tuple[Audit, tuple[ShareChunk, ...]] | None = None
+        self.audit: tuple[Audit, AuditAnswer] | None = None
 
     @property
     def retain(self) -> set[Version]:

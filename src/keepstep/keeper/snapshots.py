@@ -67,7 +67,7 @@ def sealed(node: Node, event: e.SlotSealed) -> bool:
         grant = node.grants.find(arena.local_index, event.slot)
         if grant is not None and grant.committed.get(arena.local_index) == event.version:
             grant.sealed.add(arena.local_index)
-            grant.shares[arena.local_index] = dict(event.shares)
+            grant.shares[arena.local_index] = event.shares
         node.count("sealed_bytes", event.size_bytes)
     return True
 

@@ -42,15 +42,39 @@ class Audit(msgspec.Struct, frozen=True):
 
     version: Version
     class_id: str
+    chunks: tuple[int, ...] = ()
+    """none: what is held, unit by unit. Some: which paths lie in them"""
 
 
-class ShareChunk(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk of a replica class on one node."""
+class ClassDigest(msgspec.Struct, frozen=True, array_like=True):
+    """What a node holds of a replica class, in a few bytes."""
+
+    class_id: str
+    digest: bytes
+    shared_by: int = 0
+    """0: every node holds all of it, and digests are equal. Otherwise this many nodes hold a share each, and the
+    digests of all of them add up to zero"""
+
+
+class Unit(msgspec.Struct, frozen=True, array_like=True):
+    """One stored chunk of a replica class on one node."""
 
     chunk: int
+    """of the stream; its stripe row where it is parity"""
+    code_row: int
+    """-1: data"""
     rank: int
     digest: bytes
-    paths: tuple[str, ...]
+
+
+class AuditAnswer(msgspec.Struct, frozen=True):
+    """What a node holds of a class, unit by unit, or what lies in the chunks that it was asked for."""
+
+    n: int = 0
+    m: int = 0
+    """0: every node holds all of it"""
+    units: tuple[Unit, ...] = ()
+    paths: tuple[str, ...] = ()
 
 
 class RestoreOrder(msgspec.Struct, frozen=True):
@@ -129,8 +153,8 @@ class GrantSaid(msgspec.Struct, frozen=True):
     sealed: bool
     rank: int = -1
     reason: str = ""
-    shares: tuple[tuple[str, bytes], ...] = ()
-    """(class, digest) of replicated state, of all local ranks together: equal on all nodes, or one has diverged"""
+    shares: tuple[ClassDigest, ...] = ()
+    """of replicated state, of all local ranks together"""
     late: bool = False
     """its ranks captured different steps: the grant came too late for one of them"""
 
@@ -180,7 +204,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """grants that its ranks may be writing under"""
     placed: tuple[SetKey, ...] = ()
     exchange: Exchange | None = None
-    audit: tuple[Audit, tuple[ShareChunk, ...]] | None = None
+    audit: tuple[Audit, AuditAnswer] | None = None
     damaged: tuple[Version, ...] = ()
     unreachable: tuple[str, ...] = ()
     finished: bool = False

@@ -15,10 +15,10 @@ from keepstep.arena.slots import Arena, SealedSlot, plan_header, total_bytes
 from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper import events as e
-from keepstep.keeper.audit import share_chunks, share_digests
+from keepstep.keeper.audit import answer, class_digests
 from keepstep.keeper.manifest import RankManifest
 from keepstep.keeper.shelf import open_book
-from keepstep.keeper.words import ShareChunk
+from keepstep.keeper.words import AuditAnswer, ClassDigest
 from keepstep.protocol import ArenaNeed
 from keepstep.types import Version
 
@@ -51,13 +51,14 @@ class Work:
         """What this node holds of a replica class, for the coordinator's comparison."""
 
         def read() -> e.SharesRead:
-            found: list[ShareChunk] = []
+            found: list[AuditAnswer] = []
             for arena in arenas:
                 for slot in range(arena.num_slots):
                     sealed = arena.sealed(slot)
                     if sealed is not None and sealed.version == effect.audit.version:
-                        found += share_chunks(open_book(arena, slot), effect.audit.class_id)
-            return e.SharesRead(effect.audit, tuple(found))
+                        said = answer(open_book(arena, slot), effect.audit)
+                        found += [said] if said is not None else []
+            return e.SharesRead(effect.audit, _together(found))
 
         self._pool.submit(lambda: self._answer(read()))
 
@@ -164,9 +165,17 @@ class Work:
             return KeeperError(f"the arena could not be made: {error!r}")
 
 
-def _shares(arena: Arena, slot: int) -> tuple[tuple[str, bytes], ...]:
+def _together(found: list[AuditAnswer]) -> AuditAnswer:
+    """Of all slots of this node; they belong to one class, so they have one shape."""
+    if not found:
+        return AuditAnswer()
+    units = tuple(unit for one in found for unit in one.units)
+    return AuditAnswer(found[0].n, found[0].m, units, found[0].paths)
+
+
+def _shares(arena: Arena, slot: int) -> tuple[ClassDigest, ...]:
     try:
-        return share_digests(open_book(arena, slot))
+        return class_digests(open_book(arena, slot))
     except (OSError, Error):  # written again meanwhile: whoever asks for the version finds out
         return ()
 
