@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-COMPUTING := tests/unit tests/property tests/golden tests/simulation tests/many
+BESIDE := $(addprefix tests/integration/test_, fencing.py flip_bits.py peers_conformance.py peers_tcp.py peers_tls.py)
+COMPUTING := tests/unit tests/property tests/golden tests/simulation tests/many $(BESIDE)
 FAST_LOG := .tests-computing.log
 
 .PHONY: demo test lint unit chaos bench clean
@@ -23,10 +24,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# Two runs side by side, because there are two cores: tests that compute, and tests that start processes.
+# Two runs side by side, because there are two cores: tests that compute, and tests that start torch again and again.
 unit: $(STAMP)
 	$(BIN)/python -m pytest -p no:cacheprovider -m "not chaos and not gpu" $(COMPUTING) > $(FAST_LOG) 2>&1 & fast=$$!; \
-	$(BIN)/python -m pytest -m "not chaos and not gpu" tests/integration; slow=$$?; \
+	$(BIN)/python -m pytest -m "not chaos and not gpu" tests/integration $(addprefix --ignore=,$(BESIDE)); slow=$$?; \
 	wait $$fast; fast=$$?; cat $(FAST_LOG); rm -f $(FAST_LOG); test $$slow -eq 0 -a $$fast -eq 0
 
 chaos: $(STAMP)

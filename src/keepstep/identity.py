@@ -20,6 +20,7 @@ from keepstep.errors import ConfigError, KeeperError
 
 NO_ID = ("", "none")
 MAX_ID_BYTES = 200
+MAKE_ATTEMPTS = 20
 SCHEDULER_IDS = (
     ("SLURM_JOB_ID", "slurm"),
     ("KUBERNETES_JOB_UID", "k8s"),
@@ -106,6 +107,18 @@ def runtime_dir(config: Config, environ: Mapping[str, str] | None = None) -> Pat
     return Path(f"/tmp/keepstep-{os.getuid()}")
 
 
+def _make(directory: Path) -> os.stat_result:
+    """Again when it vanishes on the way: a keeper that ends takes its directory with it."""
+    for attempt in range(MAKE_ATTEMPTS):
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return directory.lstat()
+        except (FileExistsError, FileNotFoundError):
+            if attempt == MAKE_ATTEMPTS - 1:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
 def ensure_private(directory: Path) -> None:
     """Make `directory` with mode 0700, or refuse one that another user could have prepared."""
     if len(os.fsencode(directory)) > 75:
@@ -114,8 +127,7 @@ def ensure_private(directory: Path) -> None:
             hint="set KEEPSTEP_RUNTIME_DIR to a path of at most 75 bytes",
         )
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()
+        found = _make(directory)
     except OSError as error:
         raise KeeperError(
             f"the runtime directory {directory} cannot be made: {error.strerror}", hint="set KEEPSTEP_RUNTIME_DIR"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +147,24 @@ def test_directory_too_long_for_a_socket_is_refused_before_it_is_made(base: Path
         ensure_private(too_long)
     assert "KEEPSTEP_RUNTIME_DIR" in caught.value.hint
     assert not too_long.exists()
+
+
+def test_directory_that_an_ending_keeper_takes_away_meanwhile_is_made_again(base: Path) -> None:
+    directory, done = base / "r", threading.Event()
+
+    def take_away() -> None:
+        while not done.is_set():
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+
+    thread = threading.Thread(target=take_away)
+    thread.start()
+    try:
+        for _ in range(3000):
+            ensure_private(directory)
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_length_of_the_directory_is_counted_in_bytes(base: Path) -> None:
