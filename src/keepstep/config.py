@@ -61,8 +61,14 @@ class TakeConfig(_Section):
     """Cap for the background copy; lifted while an optimizer waits for it. 0: no cap."""
     small_bytes: int = 65536
     """Tensors up to this size are copied inside `take`, all together."""
+    staging_share: float = 0.1
+    """Device memory for what cannot leave a GPU before the next update, as a share of the state."""
+    staging_free_share: float = 0.05
+    """The same as a share of the free device memory; the smaller one counts. Without any, the update waits."""
     fingerprint: bool = True
-    """Sample each lazily copied tensor at `take` and compare with what landed."""
+    """Look at a part of what is copied behind `take` beforehand, and compare with what landed and was restored."""
+    fingerprint_all: bool = False
+    """On GPUs, look at all of it, every time. Else at all of it three times, then at 1/64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +87,8 @@ class KeeperConfig(_Section):
     """Deadline for an answer of the keeper, restoring and memory excepted."""
     restore_s: float = 600.0
     """Deadline for the keeper's decision what to restore, verification included, and for new arenas."""
-    seal_threads: int = 2
-    """Threads that checksum snapshots."""
+    seal_threads: int = 0
+    """Threads that checksum snapshots, at low priority. 0: three quarters of the cores, 2 to 12."""
     log_file: str = ""
     """Where the keeper logs. Default: a file beside its socket, removed with it after a normal end."""
     log_level: str = "INFO"
@@ -346,13 +352,15 @@ _RANGES: Mapping[str, tuple[float, float]] = types.MappingProxyType(
         "take.budget_ms": (0, 3_600_000),
         "take.rate_bytes_s": (0, 2**62),
         "take.small_bytes": (0, 2**30),
+        "take.staging_share": (0, 1),
+        "take.staging_free_share": (0, 0.5),
         "keeper.lease_s": (0, 30 * 86400),
         "keeper.fence_s": (0.1, 3600),
         "keeper.orphan_s": (0, 30 * 86400),
         "keeper.start_s": (1, 3600),
         "keeper.request_s": (1, 3600),
         "keeper.restore_s": (1, 86400),
-        "keeper.seal_threads": (1, 64),
+        "keeper.seal_threads": (0, 64),
         "parity.losses": (0, 4),
         "parity.group_size": (2, 36),
         "parity.deadline_s": (0.1, 86400),

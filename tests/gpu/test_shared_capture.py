@@ -99,7 +99,7 @@ def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: in
             if number != 2:  # once without a step: its fence is not trusted, and all is copied inside take
                 step(params, optimizer)
             plan = turns.at(number)
-            assert plan.split(fence.watched)[1] or number == 2
+            assert plan.parts(fence.watched).lazy or number == 2
             expected = [stream_bytes(stream, tensors) for stream in plan.layout.streams]
             capture.begin(view, number % 2, Version(Incarnation(1, 1), number), plan, b"values", inexact=False)
             step(params, optimizer)  # waits where it must

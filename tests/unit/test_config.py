@@ -46,7 +46,7 @@ def other_value(name: str) -> Any:
         return not default
     if kind is str:
         return {"keeper.log_level": "DEBUG", "parity.replicated": "share"}.get(name, f"some {name}")
-    return default + 1
+    return default / 2 if 0 < default < 1 else default + 1
 
 
 def config_with(name: str, value: Any) -> Config:

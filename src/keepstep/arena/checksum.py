@@ -8,7 +8,8 @@ a mismatch, so a slow or dead reader holds nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import xxhash
 
@@ -21,10 +22,22 @@ from keepstep.layout import digest
 from keepstep.types import Version
 
 # Read in pieces that stay in the second-level cache between the copy and the hash.
-WINDOW_BYTES = 256 << 10
+WINDOW_BYTES = 1 << 20
 
 
-def seal(arena: Arena, slot: int, version: Version, *, cancelled: Callable[[], bool] = lambda: False) -> SealedSlot:
+# Chunks that one thread reads in one go.
+RUN = 16
+
+
+class Over(Protocol):
+    """`map`, or that of a pool of threads."""
+
+    def __call__(self, work: Callable[[list[Chunk]], bytes], runs: list[list[Chunk]], /) -> Iterable[bytes]: ...
+
+
+def seal(
+    arena: Arena, slot: int, version: Version, *, cancelled: Callable[[], bool] = lambda: False, over: Over = map
+) -> SealedSlot:
     """Checksum what the trainer committed and write the keeper header. Raises when it is not what was said.
 
     A slot that is sealed already is verified instead: new checksums would bless a bit that flipped since.
@@ -33,11 +46,11 @@ def seal(arena: Arena, slot: int, version: Version, *, cancelled: Callable[[], b
     if found is None or found[1].version != version:
         raise IntegrityError(f"slot {slot} does not hold {version}")
     if arena.sealed(slot) is not None:
-        return verify(arena, slot, cancelled=cancelled)
+        return verify(arena, slot, cancelled=cancelled, over=over)
     sequence, trainer = found
     chunks = chunk_spans(arena, slot, trainer)
     _check_layout(arena, slot, trainer)
-    table = _table(arena, chunks, cancelled)
+    table = _table(arena, chunks, cancelled, over)
     arena.segment.write(arena.table_span(slot).offset, table)
     after = arena.committed(slot)
     if after is None or after[0] != sequence:
@@ -50,14 +63,14 @@ def seal(arena: Arena, slot: int, version: Version, *, cancelled: Callable[[], b
     return SealedSlot(slot, trainer, keeper)
 
 
-def verify(arena: Arena, slot: int, *, cancelled: Callable[[], bool] = lambda: False) -> SealedSlot:
+def verify(arena: Arena, slot: int, *, cancelled: Callable[[], bool] = lambda: False, over: Over = map) -> SealedSlot:
     """Check a sealed slot byte for byte. Raises IntegrityError that names the region that is wrong."""
     sealed = arena.sealed(slot)
     if sealed is None:
         raise IntegrityError(f"slot {slot} is not sealed, or its headers are damaged")
     table = read_table(arena, slot)
     chunks = chunk_spans(arena, slot, sealed.trainer)
-    actual = _table(arena, chunks, cancelled)
+    actual = _table(arena, chunks, cancelled, over)
     if actual != table:
         raise IntegrityError(f"slot {slot}: {_first_difference(actual, table, chunks)}")
     _check_layout(arena, slot, sealed.trainer)
@@ -70,15 +83,18 @@ def _check_layout(arena: Arena, slot: int, trainer: TrainerHeader) -> None:
         raise IntegrityError(f"slot {slot}: the layout does not match its digest")
 
 
-def _table(arena: Arena, chunks: list[Chunk], cancelled: Callable[[], bool]) -> bytes:
-    buffer = memoryview(bytearray(WINDOW_BYTES))
-    table = bytearray()
-    for chunk in chunks:
-        if cancelled():
-            # Not an IntegrityError: only bytes that fail their check may count against a version.
-            raise KeeperError("given up: the keeper is ending")
-        table += _chunk_digest(arena, chunk.span.offset, chunk.span.size_bytes, buffer)
-    return bytes(table)
+def _table(arena: Arena, chunks: list[Chunk], cancelled: Callable[[], bool], over: Over) -> bytes:
+    def digests(run: list[Chunk]) -> bytes:
+        buffer = memoryview(bytearray(WINDOW_BYTES))
+        found = []
+        for chunk in run:
+            if cancelled():
+                # Not an IntegrityError: only bytes that fail their check may count against a version.
+                raise KeeperError("given up: the keeper is ending")
+            found.append(_chunk_digest(arena, chunk.span.offset, chunk.span.size_bytes, buffer))
+        return b"".join(found)
+
+    return b"".join(over(digests, [chunks[at : at + RUN] for at in range(0, len(chunks), RUN)]))
 
 
 def _chunk_digest(arena: Arena, offset: int, size_bytes: int, buffer: memoryview) -> bytes:

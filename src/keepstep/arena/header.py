@@ -36,6 +36,8 @@ WRITING, COMMITTED = 1, 2
 SEALED = 1
 # Trainer header flags
 INEXACT = 1
+PRINTS = 2
+"""fingerprints of the tensors stand behind the values"""
 
 
 class Record(Protocol):

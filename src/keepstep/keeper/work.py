@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -22,8 +23,14 @@ from keepstep.keeper.words import AuditAnswer, ClassDigest
 from keepstep.protocol import ArenaNeed
 from keepstep.types import Version
 
+log = logging.getLogger("keepstep.keeper")
+
 # Measuring only: a snapshot is called sealed without reading it (benchmarks/bench_take.py, "copy alone").
 NO_SEAL = "KEEPSTEP_BENCH_NO_SEAL"
+JOBS = 4
+MOST_THREADS = 12
+NICENESS = 10
+"""of threads that read snapshots: a training that has work for every core goes first"""
 RETRY_PAUSES_S = (0.01, 0.1, 1.0)
 VALUES_SLACK = 1 << 20
 
@@ -33,7 +40,11 @@ class Work:
 
     def __init__(self, identity: Identity, instance: bytes, threads: int, answer: Callable[[e.Event], None]) -> None:
         self._identity, self._instance, self._answer = identity, instance, answer
-        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-work")
+        self._pool = ThreadPoolExecutor(max_workers=JOBS, thread_name_prefix="keepstep-work")
+        self._hands = ThreadPoolExecutor(
+            max_workers=threads or _threads(), thread_name_prefix="keepstep-hand", initializer=_be_nice
+        )
+        """read and checksum for all jobs together"""
         self._ending = threading.Event()
         self._allocating = threading.Lock()
         """one arena at a time: two that each fit may not fit together"""
@@ -69,8 +80,10 @@ class Work:
     def close(self) -> None:
         self._ending.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._hands.shutdown(wait=True, cancel_futures=True)
 
     def _seal(self, arena: Arena, effect: e.SealSlot) -> e.SlotSealed:
+        started = time.monotonic()
         try:
             sealed = arena.sealed(effect.slot)
             if sealed is None or effect.version not in (None, sealed.version):
@@ -85,10 +98,11 @@ class Work:
                 if os.environ.get(NO_SEAL):
                     return _unsealed(arena, effect, version)
                 wanted = version
-                sealed = self._again(lambda: checksum.seal(arena, effect.slot, wanted, cancelled=self._ending.is_set))
+                sealed = self._again(lambda: self._seal_slot(arena, effect.slot, wanted))
         except Exception as error:
             return e.SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, str(error) or repr(error))
         trainer = sealed.trainer
+        log.debug("sealed %s: %d bytes in %.3f s", trainer.version, snapshot_bytes(trainer), time.monotonic() - started)
         return e.SlotSealed(
             arena.arena_id, effect.slot, trainer.version, trainer.rank, trainer.world_size,
             trainer.local_world_size, snapshot_bytes(trainer), shares=_shares(arena, effect.slot),
@@ -97,9 +111,12 @@ class Work:
     def _verify(self, arena: Arena, effect: e.VerifySlot) -> e.SlotVerified:
         return e.SlotVerified(arena.arena_id, effect.slot, effect.version, self._problem(arena, effect.slot))
 
+    def _seal_slot(self, arena: Arena, slot: int, version: Version) -> SealedSlot:
+        return checksum.seal(arena, slot, version, cancelled=self._ending.is_set, over=self._hands.map)
+
     def _problem(self, arena: Arena, slot: int) -> str:
         try:
-            self._again(lambda: checksum.verify(arena, slot, cancelled=self._ending.is_set))
+            self._again(lambda: checksum.verify(arena, slot, cancelled=self._ending.is_set, over=self._hands.map))
         except Exception as error:
             return str(error) or repr(error)
         return ""
@@ -163,6 +180,16 @@ class Work:
             return error
         except Exception as error:
             return KeeperError(f"the arena could not be made: {error!r}")
+
+
+def _threads() -> int:
+    """Three quarters of the cores that this process may use: a large state at every other step needs them."""
+    return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0)) * 3 // 4))
+
+
+def _be_nice() -> None:
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)  # of this thread only
 
 
 def _together(found: list[AuditAnswer]) -> AuditAnswer:

@@ -76,6 +76,14 @@ class Code:
         return tuple(indices[: self.k])
 
 
+def weighted_sum(weights: bytes, sources: Sequence[Buffer], out: Buffer) -> None:
+    """Fill `out` with the sum of weight times source; sources are zero beyond their end."""
+    with Pins() as pins:
+        target, spans = pins.write(out), [pins.read(source) for source in sources]
+        _check_apart(spans, target)
+        mix_ragged([weights], spans, [target.address], target.size)
+
+
 @lru_cache(maxsize=DECODERS_KEPT)
 def coefficients(m: int, row: int, k: int) -> bytes:
     """Of parity row `row` of a code with m rows, for sources 0..k-1."""

@@ -1,18 +1,33 @@
-"""The code and the fingerprints with torch: same bits as the native ones, on CPU and on CUDA tensors.
+"""The code and the fingerprints on tensors: same bits as the native ones, on CPU and on CUDA.
 
 The trainer encodes replicated state where it lies and copies only the result. Work is queued on the current stream,
-nothing waits for the device. Doubling in the field is a shift and a masked exclusive or on eight bytes at a time; a
-row with any coefficients costs seven doublings, however many sources it has.
+nothing waits for the device. Who computes:
 
-The only file of parity/ that knows torch. No other file of it imports this one.
+    CPU tensors     the native code
+    CUDA tensors    Triton kernels (kernels.py) where Triton is installed, compiles, and passes a test on that device;
+                    else torch operations. KEEPSTEP_TRITON=0 is the way out of Triton.
+
+Kernels take seconds to compile, so `warm_up` comes before training. What is the same for thousands of snapshots is
+made once, as an `EncodeBatch` or a `FingerprintBatch`; only their `run` belongs into training.
+
+With torch, doubling in the field is a shift and a masked exclusive or on eight bytes at a time; a row with any
+coefficients costs seven doublings, however many sources it has.
+
+With kernels.py the only file of parity/ that knows torch. No other file of it imports this one.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from types import ModuleType
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,28 +45,165 @@ WORD_BYTES = 8
 REDUCTION = field.POLYNOMIAL & 0xFF
 
 
-def encode(row: int, k: int, m: int, sources: Sequence[Tensor | None], out: Tensor) -> None:
-    """Fill `out` with parity row `row`; shorter and absent sources are zero beyond their end. uint8, one dimension.
+TRITON_VARIABLE = "KEEPSTEP_TRITON"
 
-    Where the tensors are on the CPU the native code does it, at several times the speed of torch.
-    """
-    _check(row, k, m, sources, out)
+log = logging.getLogger("keepstep")
+
+
+class Part(NamedTuple):
+    """Bytes of one tensor inside a chunk."""
+
+    begin: int
+    """in the chunk"""
+    source: Tensor
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.source.numel()
+
+
+Source: TypeAlias = Tensor | Sequence[Part] | None
+"""a chunk: one tensor, or parts of several in their order; what is in none of them, and beyond the end, is zero"""
+
+
+class Stripe(NamedTuple):
+    """Rows of the code over the same k sources, and where each goes; the outs have one size, none is a source."""
+
+    rows: Sequence[int]
+    sources: Sequence[Source]
+    outs: Sequence[Tensor]
+
+
+def encode(row: int, k: int, m: int, sources: Sequence[Tensor | None], out: Tensor) -> None:
+    """Fill `out` with parity row `row`; shorter and absent sources are zero beyond their end. uint8, one dimension."""
+    _check(k, m, Stripe([row], sources, [out]))
+    kernels = _kernels(out.device)
     if out.is_cpu:
         Code(k, m).encode(
             row, [None if source is None else source.numpy().data for source in sources], out.numpy().data
         )
+    elif kernels is not None:
+        kernels.encode_rows([Code(k, m).rows[row]], [_parts(source) for source in sources], [out])
     else:
         encode_words(row, k, m, sources, out)
+
+
+class EncodeBatch:
+    """Many stripes on one device in a handful of launches, as often as wanted.
+
+    Making it checks the stripes, queues a copy of their addresses to the device, and compiles what is not yet. The
+    tensors stay where they are for as long as it is used. It runs on one stream at a time, and is kept until what it
+    queued there is over.
+    """
+
+    def __init__(self, k: int, m: int, stripes: Sequence[Stripe]) -> None:
+        self._code, self._stripes = Code(k, m), stripes
+        device = _device_of([out for stripe in stripes for out in stripe.outs])
+        for stripe in stripes:
+            _check(k, m, stripe)
+            if stripe.outs[0].device != device:
+                raise ValueError(f"a batch for {device} and {stripe.outs[0].device}")
+        kernels = _kernels(device)
+        self._tables = None
+        if kernels is not None:
+            sums = [
+                kernels.Sum(tuple(self._code.rows[row] for row in rows), [_parts(one) for one in sources], outs)
+                for rows, sources, outs in stripes
+            ]
+            self._tables = kernels.EncodeTables(sums, device)
+
+    def run(self) -> None:
+        """Queue it on the current stream."""
+        if self._tables is not None:
+            self._tables.run()
+            return
+        for rows, sources, outs in self._stripes:
+            whole = [_in_one(source) for source in sources]
+            for row, out in zip(rows, outs, strict=True):
+                encode(row, self._code.k, self._code.m, whole, out)
+
+
+def encode_batch(k: int, m: int, stripes: Sequence[Stripe]) -> None:
+    """All the stripes, once. See EncodeBatch for more often than that."""
+    EncodeBatch(k, m, stripes).run()
 
 
 def fingerprints(data: Tensor) -> Tensor:
     """One row of 16 bytes for each chunk of 4 MiB, on the device of `data` (uint8, one dimension)."""
     _check_bytes(data)
+    kernels = _kernels(data.device)
+    if kernels is not None:
+        found: Tensor = kernels.fingerprint_chunks(data, CHUNK_BYTES)
+        return found
     if not data.is_cpu:
         return fingerprint_words(data)
     whole = data.numpy().data
-    found = [fingerprint(whole[at : at + CHUNK_BYTES]) for at in range(0, data.numel(), CHUNK_BYTES)]
-    return torch.tensor(list(b"".join(found)), dtype=torch.uint8).view(-1, FINGERPRINT_BYTES)
+    native = [fingerprint(whole[at : at + CHUNK_BYTES]) for at in range(0, data.numel(), CHUNK_BYTES)]
+    return torch.tensor(list(b"".join(native)), dtype=torch.uint8).view(-1, FINGERPRINT_BYTES)
+
+
+class Cuts(NamedTuple):
+    """Stretches of up to 4 MiB of tensors on one device: thousands of them, at little cost for each."""
+
+    tensors: Sequence[Tensor]
+    which: np.ndarray
+    begin: np.ndarray
+    size: np.ndarray
+
+    def extents(self) -> Tensor:
+        """See `kernels.extents`."""
+        addresses = np.array([tensor.data_ptr() for tensor in self.tensors], dtype=np.int64)[self.which] + self.begin
+        columns = [addresses, np.zeros_like(addresses), self.size, np.arange(len(addresses))]
+        return torch.from_numpy(np.stack(columns, axis=1).astype(np.int64))
+
+    def spans(self) -> list[Tensor]:
+        rows = zip(self.which.tolist(), self.begin.tolist(), self.size.tolist(), strict=True)
+        return [self.tensors[which][begin : begin + size] for which, begin, size in rows]
+
+
+class FingerprintBatch:
+    """One row of 16 bytes for each of many spans of up to 4 MiB, on the device that they are on. See EncodeBatch."""
+
+    def __init__(self, spans: Sequence[Source], cuts: Cuts | None = None) -> None:
+        """Those of `cuts` come first."""
+        self._spans, self._cuts = [_parts(span) for span in spans], cuts
+        tensors = [part.source for parts in self._spans for part in parts]
+        self._device = _device_of([*tensors, *(cuts.tensors if cuts is not None else ())])
+        for parts in self._spans:
+            _check_parts(parts, CHUNK_BYTES, self._device)
+        kernels = _kernels(self._device)
+        self._tables = None
+        if kernels is not None:
+            extents = kernels.extents(self._spans)
+            if cuts is not None:
+                extents[:, 3] += len(cuts.which)
+                extents = torch.cat([cuts.extents(), extents])
+            count = len(spans) + (len(cuts.which) if cuts is not None else 0)
+            self._tables = kernels.FingerprintTables(extents, count, self._device)
+
+    def run(self) -> Tensor:
+        """Queue it on the current stream. The next run may overwrite what is returned."""
+        if self._tables is not None:
+            result: Tensor = self._tables.run()
+            return result
+        # A span of nothing has no chunk, and the fingerprint of zeros.
+        nothing = torch.zeros(1, FINGERPRINT_BYTES, dtype=torch.uint8, device=self._device)
+        whole = [*(self._cuts.spans() if self._cuts is not None else ()), *(_in_one(parts) for parts in self._spans)]
+        rows = [nothing if span is None or not span.numel() else fingerprints(span) for span in whole]
+        return torch.cat([nothing[:0], *rows])
+
+
+def fingerprint_spans(spans: Sequence[Source]) -> Tensor:
+    """All the spans, once. See FingerprintBatch for more often than that."""
+    return FingerprintBatch(spans).run()
+
+
+def warm_up(device: torch.device | str, k: int, m: int) -> None:
+    """Compile and load what a code of k + m and fingerprints need there: seconds, the first time on a machine."""
+    found = torch.empty(0, device=device).device
+    kernels = _kernels(found)
+    if kernels is not None:
+        kernels.warm_up(found, k, m)
 
 
 def encode_words(row: int, k: int, m: int, sources: Sequence[Tensor | None], out: Tensor) -> None:
@@ -76,17 +228,94 @@ def fingerprint_words(data: Tensor) -> Tensor:
     return torch.cat([_fingerprints(part) for part in parts]) if parts else data.new_zeros(0, FINGERPRINT_BYTES)
 
 
-def _check(row: int, k: int, m: int, sources: Sequence[Tensor | None], out: Tensor) -> None:
-    if not 0 <= row < m:
-        raise ValueError(f"parity row {row} of {m}")
+@lru_cache(maxsize=64)
+def _kernels(device: torch.device) -> ModuleType | None:
+    """The kernels, where they can be believed. Decided once for each device, by a test that waits for it."""
+    if device.type != "cuda" or os.environ.get(TRITON_VARIABLE, "") == "0":
+        return None
+    try:
+        from keepstep.parity import kernels
+    except ImportError as error:
+        log.debug("no Triton: %s", error)
+        return None
+    try:
+        problem = self_test(kernels, device)
+    except Exception as error:  # whatever a compiler may say on a machine that nobody has seen
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        log.warning("Triton is not used on %s, parity takes several times as long there: %s", device, problem)
+    return None if problem else kernels
+
+
+def self_test(kernels: ModuleType, device: torch.device) -> str:
+    """Why kernels cannot be believed; empty when they can. Aligned and not, whole and short."""
+    data = torch.frombuffer(bytearray(random.Random(0).randbytes(300_007)), dtype=torch.uint8)
+    there, code, size = data.to(device), Code(3, 2), 50_001
+    cuts = [(0, 50_001), (64_000, 104_000), (150_000, 150_007)]
+    for shift in (0, 5):
+        expected = [bytearray(size) for _ in code.rows]
+        for row, out in enumerate(expected):
+            code.encode(row, [data[a + shift : b].numpy().data for a, b in cuts], out)
+        outs = [there.new_empty(size) for _ in code.rows]
+        kernels.encode_rows(code.rows, [[Part(0, there[a + shift : b])] for a, b in cuts], outs)
+        if [bytearray(out.cpu().numpy()) for out in outs] != expected:
+            return "parity is wrong"
+        found = kernels.fingerprint_chunks(there[shift:], CHUNK_BYTES)
+        if bytes(found.cpu().numpy()) != fingerprint(data[shift:].numpy().data):
+            return "fingerprints are wrong"
+    return ""
+
+
+def _parts(source: Source) -> Sequence[Part]:
+    if source is None:
+        return []
+    return [Part(0, source)] if isinstance(source, Tensor) else source
+
+
+def _in_one(source: Source) -> Tensor | None:
+    """In one piece of memory, as far as it reaches."""
+    parts = _parts(source)
+    if not parts:
+        return None
+    if len(parts) == 1 and parts[0].begin == 0:
+        return parts[0].source
+    gathered = parts[0].source.new_zeros(parts[-1].end)
+    for part in parts:
+        gathered[part.begin : part.end] = part.source
+    return gathered
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _check(k: int, m: int, stripe: Stripe) -> None:
+    """Not whether the outs overlap the sources: on a device that is the caller's to know."""
+    rows, sources, outs = stripe
+    for row in rows:
+        if not 0 <= row < m:
+            raise ValueError(f"parity row {row} of {m}")
     if len(sources) != k:
         raise ValueError(f"{len(sources)} sources for a code of {k}")
-    _check_bytes(out)
+    if len(rows) != len(outs) or not rows:
+        raise ValueError(f"{len(outs)} results for {len(rows)} rows")
+    for out in outs:
+        _check_parts([Part(0, out)], outs[0].numel(), outs[0].device)
+        if out.numel() != outs[0].numel():
+            raise ValueError(f"results of {out.numel()} and {outs[0].numel()} bytes")
     for source in sources:
-        if source is not None:
-            _check_bytes(source)
-            if source.device != out.device or source.numel() > out.numel():
-                raise ValueError(f"{source.numel()} bytes on {source.device} for {out.numel()} on {out.device}")
+        _check_parts(_parts(source), outs[0].numel(), outs[0].device)
+
+
+def _check_parts(parts: Sequence[Part], size: int, device: torch.device) -> None:
+    end = 0
+    for part in parts:
+        _check_bytes(part.source)
+        if part.source.device != device or part.end > size:
+            raise ValueError(f"{part.end} bytes on {part.source.device} for {size} on {device}")
+        if part.begin < end:
+            raise ValueError(f"a part begins at {part.begin}, before the end of the one before it at {end}")
+        end = part.end
 
 
 def _check_bytes(tensor: Tensor) -> None:

@@ -78,8 +78,11 @@ def build(
     *,
     sharing: Sharing | None = None,
     ranks_of: RanksOf = lambda tensor, path: None,
+    small_bytes: int = 0,
 ) -> Blocks:
     """Lay the tensors out. Raises CaptureError, by path, for what has no plain bytes.
+
+    Small tensors of a device lie side by side, so that they can leave it together.
 
     `ranks_of` says who holds a tensor's bytes, None for this rank alone; without `sharing` all is its own.
     """
@@ -89,6 +92,7 @@ def build(
     for members in _group(locals_):
         key = _class_of(members, tensors, locals_, paths, ranks_of) if sharing is not None else None
         (own if key is None else classes.setdefault(key, [])).append(members)
+    own.sort(key=lambda members: _together(locals_[members[0]], small_bytes))
     order: list[list[int]] = []
     blocks = _lay_out(own, order, tensors, locals_, paths)
     sources = [(key[0], _lay_out(groups, order, tensors, locals_, paths)) for key, groups in sorted(classes.items())]
@@ -149,6 +153,9 @@ def _class_of(
     return None if ranks is None else (ranks, locals_[members[0]].device.type)
 
 
+_shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
+
+
 class Signature:
     """What must stay the same for a cached layout and its sources to be valid: objects, addresses, geometry.
 
@@ -158,7 +165,7 @@ class Signature:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._locals = [t._local_tensor if type(t) is DTensor else t for t in tensors]
-        self._places = [(t.data_ptr(), t.shape) for t in self._locals]
+        self._places = self._glance()
         self._full = [_signature(t) for t in self._locals]
 
     def matches(self, tensors: list[torch.Tensor]) -> bool:
@@ -166,12 +173,16 @@ class Signature:
         if len(tensors) != len(self._tensors):
             return False
         if all(map(operator.is_, tensors, self._tensors)):
-            return [(t.data_ptr(), t.shape) for t in self._locals] == self._places
+            return self._glance() == self._places
         locals_ = [t._local_tensor if type(t) is DTensor else t for t in tensors]
         if [_signature(t) for t in locals_] != self._full:
             return False
         self._tensors, self._locals = tensors, locals_  # recognised at a glance the next time
         return True
+
+    def _glance(self) -> tuple[list[int], list[torch.Size]]:
+        """Of the same objects. Through `map`, because it is done for every tensor in each `take`."""
+        return list(map(torch.Tensor.data_ptr, self._locals)), list(map(_shape, self._locals))
 
 
 def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -217,6 +228,11 @@ def _group(tensors: list[torch.Tensor]) -> list[list[int]]:
     for members in by_storage.values():
         groups += [members] if len(members) == 1 else _overlapping(members, tensors)
     return sorted(groups, key=lambda members: members[0])
+
+
+def _together(tensor: torch.Tensor, small_bytes: int) -> str:
+    """A sort key: which small tensors belong side by side; the order of all others stays."""
+    return str(tensor.device) if tensor.device.type != "cpu" and 0 < tensor.nbytes <= small_bytes else ""
 
 
 def _overlapping(members: list[int], tensors: list[torch.Tensor]) -> list[list[int]]:

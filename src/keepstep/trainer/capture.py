@@ -1,11 +1,12 @@
 """One snapshot: what is copied inside `take`, what behind it, and the commit, last.
 
     take (caller's thread)    header WRITING → values, layout, eager copies → gates armed → return
-    copy thread               lazy copies → samples compared → header COMMITTED → the keeper is told
+    copy thread               lazy copies: of the host, in place; of devices, queued (`leaving`)
+    commit thread             all has landed → samples compared → header COMMITTED → the keeper is told
 
-The thread only moves bytes with calls that release the GIL, and waits. A fault anywhere voids this
-snapshot and nothing else: the version before is in another slot. CPU and CUDA tensors take the same
-way; a device copy is queued on a side stream behind the compute stream and its gate is an event.
+The threads only move bytes with calls that release the GIL, and wait. A fault anywhere voids this
+snapshot and nothing else: the version before is in another slot. With three slots or more the next
+snapshot may begin while the end of this one is still on its way; they land and are committed in order.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -27,10 +27,13 @@ from keepstep.arena import header as h
 from keepstep.arena.header import TrainerHeader
 from keepstep.config import TakeConfig
 from keepstep.errors import CaptureError
+from keepstep.trainer.checks import Checks
 from keepstep.trainer.coding import Coded
-from keepstep.trainer.copies import PIECE_BYTES, CopyPlan
+from keepstep.trainer.copies import CopyPlan, Parts
 from keepstep.trainer.fence import Fence, Gate
-from keepstep.trainer.samples import Samples
+from keepstep.trainer.lanes import Lanes
+from keepstep.trainer.leaving import PIECE_BYTES, Departure
+from keepstep.trainer.prints import frame
 from keepstep.trainer.units import Unit
 from keepstep.trainer.view import ArenaView
 from keepstep.trainer.world import Place as Place
@@ -53,13 +56,18 @@ class Job:
     slot: int
     header: TrainerHeader
     plan: CopyPlan
-    lazy: list[Unit | Coded]
+    parts: Parts
     gates: dict[int, Gate]
-    samples: Samples | None
+    checks: Checks
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(target, device clone) made inside `take`"""
-    ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
+    departures: list[Departure] = field(default_factory=list)
+    """one for each device"""
     void: str = ""
+
+    @property
+    def lazy(self) -> list[Unit | Coded]:
+        return self.parts.lazy
 
 
 @dataclass
@@ -87,14 +95,30 @@ class Capture:
         self._place, self._config, self._fence = place, config, fence
         self._committed, self._voided = committed, voided
         self._queue: queue.Queue[Job | None] = queue.Queue(maxsize=1)
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._copied: queue.Queue[tuple[Job, str] | None] = queue.Queue(maxsize=2)
+        self.lanes = Lanes(config)
         self._random = random.Random()
-        self._next_samples: dict[int, tuple[CopyPlan, int, Samples]] = {}
+        self._next_checks: dict[int, tuple[CopyPlan, Parts, Checks]] = {}
         """chosen behind the capture before, by plan: a layout has one for each turn of its shares"""
         self.spent = Spent()
-        self.current: Job | None = None
-        self._thread = threading.Thread(target=self._run, name="keepstep-copy", daemon=True)
-        self._thread.start()
+        self._flying: list[Job] = []
+        """oldest first"""
+        self._threads = [
+            threading.Thread(target=self._copy_all, name="keepstep-copy", daemon=True),
+            threading.Thread(target=self._commit_all, name="keepstep-commit", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def current(self) -> Job | None:
+        """The newest capture in flight."""
+        flying = self._flying
+        return flying[-1] if flying else None
+
+    def is_full(self, num_slots: int) -> bool:
+        """Whether the next one must wait: a slot is being written, one is complete, and there is no third."""
+        return len(self._flying) >= (1 if num_slots < 3 else 2)
 
     # On the caller's thread
 
@@ -102,9 +126,8 @@ class Capture:
         self, view: ArenaView, slot: int, version: Version, plan: CopyPlan, values: bytes, *, inexact: bool
     ) -> None:
         """Start one snapshot. Raises CaptureError when it cannot be done now; the slot is then nobody's."""
-        watched = self._fence.watched
-        eager, lazy = plan.split(watched)
-        self._check_budget(eager)
+        parts = plan.parts(self._fence.watched)
+        self._check_budget(parts.eager)
         arena = view.arena
         header = TrainerHeader(
             h.WRITING, self._place.rank, self._place.world_size, self._place.local_index,
@@ -114,19 +137,36 @@ class Capture:
         arena.write_trainer_header(slot, header)
         arena.segment.write(arena.values_span(slot).offset, values)
         view.write_layout(slot, plan)
-        gates = {index: Gate() for index in frozenset[int]().union(*{unit.owners for unit in lazy})}
-        job = Job(version, view, slot, header, plan, lazy, gates, self._sample(plan, lazy))
-        self._copy_eager(job, plan.small, "small")
-        self._copy_eager(job, eager, "eager")
-        job.ready = _record_events({unit.device for unit in lazy} | {source.device for _, source in job.staged})
-        self.current = job
+        gates = {index: Gate() for index in parts.owners}
+        job = Job(version, view, slot, header, plan, parts, gates, self._check(plan, parts))
+        self._copy_eager(job, parts.small, "small")
+        self._copy_eager(job, parts.eager, "eager")
+        self._gather_now(job)
+        for device in parts.devices | {source.device for _, source in job.staged}:
+            self._depart(job, device)
+        self._flying.append(job)
         try:
             faults.point("capture.queue")
             self._queue.put_nowait(job)
         except BaseException:
-            self.current = None
+            self._flying.remove(job)
             raise
         self._fence.arm(gates)
+
+    def _gather_now(self, job: Job) -> None:
+        for one in job.parts.gathered_now:
+            one.collect()
+            start = job.view.arena.payload_span(job.slot).offset + one.offset
+            job.staged.append((job.view.bytes[start : start + one.buffer.numel()], one.buffer.clone()))
+
+    def _depart(self, job: Job, device: torch.device) -> None:
+        """Copies of this device begin where its compute stream stands now."""
+        cargo = job.view.cargo(job.slot, job.plan, job.parts, device)
+        staged = [pair for pair in job.staged if pair[1].device == device]
+        departure = Departure(self.lanes.of(device), cargo, staged, partial(job.checks.look, device))
+        job.departures.append(departure)
+        for owner in departure.owners:
+            job.gates[owner].overtake.append(partial(departure.overtake, owner))
 
     def _check_budget(self, eager: list[Unit | Coded]) -> None:
         size = sum(unit.read_bytes for unit in eager if unit.device.type == "cpu")
@@ -140,17 +180,15 @@ class Capture:
                 hint="put the optimizer that writes them into the state, or raise KEEPSTEP_TAKE_BUDGET_MS",
             )
 
-    def _sample(self, plan: CopyPlan, lazy: list[Unit | Coded]) -> Samples | None:
-        if not self._config.fingerprint or not lazy:
-            return None
+    def _check(self, plan: CopyPlan, parts: Parts) -> Checks:
+        """Something of what will be copied behind `take`, as it is now."""
+        if not self._config.fingerprint or not parts.lazy:
+            return Checks()
         faults.point("capture.sample")
-        prepared = self._next_samples.pop(id(plan), None)
-        if prepared is not None and prepared[1] == len(lazy):
-            samples = prepared[2]
-        else:
-            samples = Samples.choose(lazy, self._random)
-        samples.take()
-        return samples
+        prepared = self._next_checks.pop(id(plan), None)
+        checks = prepared[2] if prepared is not None and prepared[1] is parts else Checks.first(parts, self._random)
+        checks.take()
+        return checks
 
     def _copy_eager(self, job: Job, units: Sequence[Unit | Coded], name: str) -> None:
         if not units:
@@ -187,15 +225,15 @@ class Capture:
     def suspect(self) -> None:
         """A `take` finds the last capture unfinished and an optimizer whose hook did not fire: has it written?"""
         job = self.current
-        if job is None or job.void or all(gate.passed.is_set() for gate in job.gates.values()):
+        if job is None or job.void:
             return
-        silent = {i for i in job.gates if not self._fence.watched[i].fired and not job.gates[i].passed.is_set()}
+        silent = {i for i, gate in job.gates.items() if gate.open and not self._fence.watched[i].fired}
         if not silent:
             return
-        changed = "its samples were not taken"
-        if job.samples is not None:
-            unit = job.samples.changed_at_source(silent)
-            changed = f"{unit.path} changed without its optimizer's hook" if unit else ""
+        unit = job.checks.changed_at_source(silent)
+        changed = f"{unit.path} changed without its optimizer's hook" if unit else ""
+        if not job.checks:
+            changed = "its samples were not taken"
         if changed:
             job.void = changed
             for index in silent:
@@ -204,9 +242,9 @@ class Capture:
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight."""
         deadline = time.monotonic() + timeout_s
-        while self.current is not None and time.monotonic() < deadline:
+        while self._flying and time.monotonic() < deadline:
             time.sleep(0.002)
-        return self.current is None
+        return not self._flying
 
     def close(self) -> None:
         self.drain(timeout_s=60)
@@ -215,127 +253,141 @@ class Capture:
         except queue.Full:
             log.error("the copy thread is stuck; left behind")
             return
-        self._thread.join(timeout=5)
+        for thread in self._threads:
+            thread.join(timeout=5)
 
     # On the copy thread
 
-    def _run(self) -> None:
+    def _copy_all(self) -> None:
         while (job := self._queue.get()) is not None:
             try:
                 self._copy(job)
-                reason = job.void or next((g.broken for g in job.gates.values() if g.broken), "") or self._compare(job)
-                if not reason:
-                    self._commit(job)
+                reason = ""
             except Exception as error:
                 log.exception("the copy of step %d failed", job.version.step)
                 reason = f"the copy failed: {error!r}"
             finally:
                 for gate in job.gates.values():
                     gate.passed.set()
-            self._finish(job, reason)
+            self._copied.put((job, reason))
+        self._copied.put(None)
 
     def _copy(self, job: Job) -> None:
+        host = job.parts.lazy_on_host
+        left = {
+            index: sum(index in unit.owners for unit in host) + sum(index in one.owners for one in job.departures)
+            for index in job.gates
+        }
+
+        def passed(index: int) -> None:
+            left[index] -= 1
+            if left[index] == 0:
+                job.gates[index].passed.set()
+
+        for departure in job.departures:
+            departure.issue(passed, lambda size: self._pace(size, job.gates.values()))
+        self._copy_host(job, host, passed)
+
+    def _copy_host(self, job: Job, units: list[Unit | Coded], passed: Callable[[int], None]) -> None:
         started = time.perf_counter()
-        devices = set(job.ready)
-        for device in devices:
-            self._stream(device).wait_event(job.ready[device])
-        for target, source in job.staged:
-            self._move(target, source, None)
-        targets = job.view.targets(job.slot, job.plan, job.lazy)
-        left = {index: sum(index in unit.owners for unit in job.lazy) for index in job.gates}
-        for unit, target in zip(job.lazy, targets, strict=True):
-            gate = min((job.gates[i] for i in unit.owners), key=id)
+        targets = job.view.targets(job.slot, job.plan, units)
+        held: list[int] = []
+        """optimizers that may write once everything was compared"""
+        for unit, target in zip(units, targets, strict=True):
             if isinstance(unit, Coded):
-                self._encode(target, unit, gate)
-            else:
-                self._move(target, unit.source, gate)
-            for index in unit.owners:
-                left[index] -= 1
-                if left[index] == 0 and not self._checks_in_full(job):
-                    self._pass(job.gates[index])
-        if self._checks_in_full(job):
-            self._synchronise(devices)
-            self._compare_in_full(job, targets)
-            for gate in job.gates.values():
-                self._pass(gate)
-        self._synchronise(devices)
-        self.spent.copied_bytes += sum(unit.read_bytes for unit in job.lazy)
-        self.spent.copy_s += time.perf_counter() - started
-
-    def _move(self, target: torch.Tensor, source: torch.Tensor, gate: Gate | None) -> None:
-        rate = self._config.rate_bytes_s
-        piece = THROTTLED_PIECE_BYTES if rate else PIECE_BYTES
-        with self._on_stream(source.device):
-            for start in range(0, target.numel(), piece):
                 faults.point("capture.copy")
-                part = target[start : start + piece]
-                part.copy_(source[start : start + piece], non_blocking=True)
-                if rate and gate is not None and not gate.wanted.is_set():
-                    gate.wanted.wait(part.numel() / rate)
-
-    def _encode(self, target: torch.Tensor, unit: Coded, gate: Gate) -> None:
-        """Parity is computed where the tensors are; only the result leaves a device."""
-        faults.point("capture.copy")
-        with self._on_stream(unit.device):
-            if unit.device.type == "cpu":
                 unit.compute(target)
+                self._pace(unit.size_bytes, [job.gates[index] for index in unit.owners])
             else:
-                target.copy_(unit.compute(torch.empty_like(target, device=unit.device)), non_blocking=True)
+                self._move(target, unit.source, [job.gates[index] for index in unit.owners])
+            for index in unit.owners:
+                if self._checks_in_full(job):
+                    held.append(index)
+                else:
+                    passed(index)
+        if held:
+            self._compare_in_full(job, units, targets)
+        for index in held:
+            passed(index)
+        if units:
+            self.spent.copied_bytes += sum(unit.read_bytes for unit in units)
+            self.spent.copy_s += time.perf_counter() - started
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor, gates: list[Gate]) -> None:
+        piece = THROTTLED_PIECE_BYTES if self._config.rate_bytes_s else PIECE_BYTES
+        for start in range(0, target.numel(), piece):
+            faults.point("capture.copy")
+            part = target[start : start + piece]
+            part.copy_(source[start : start + piece])
+            self._pace(part.numel(), gates)
+
+    def _pace(self, size_bytes: int, gates: Iterable[Gate]) -> None:
+        """Keep to the cap, unless an optimizer waits."""
         rate = self._config.rate_bytes_s
-        if rate and not gate.wanted.is_set():
-            gate.wanted.wait(unit.size_bytes / rate)
-
-    def _on_stream(self, device: torch.device) -> Any:
-        return torch.cuda.stream(self._stream(device)) if device.type == "cuda" else nullcontext()
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
-
-    def _pass(self, gate: Gate) -> None:
-        for stream in self._streams.values():
-            gate.events.append(stream.record_event())
-        gate.passed.set()
-
-    def _synchronise(self, devices: set[torch.device]) -> None:
-        for device in devices:
-            self._stream(device).synchronize()
+        if rate:
+            gate = min(gates, key=id)
+            if not gate.wanted.is_set():
+                gate.wanted.wait(size_bytes / rate)
 
     def _checks_in_full(self, job: Job) -> bool:
         return self._config.fingerprint and job.plan.history.snapshots < FULL_CHECKS
 
-    def _compare_in_full(self, job: Job, targets: list[torch.Tensor]) -> None:
+    def _compare_in_full(self, job: Job, units: list[Unit | Coded], targets: list[torch.Tensor]) -> None:
         """While nobody waits: is what landed still what stands in the live tensors?"""
-        for unit, target in zip(job.lazy, targets, strict=True):
+        for unit, target in zip(units, targets, strict=True):
             if any(gate.wanted.is_set() for gate in job.gates.values()):
                 return
-            if unit.device.type != "cpu":
-                continue
             now = unit.compute(torch.empty_like(target)) if isinstance(unit, Coded) else unit.source
             if not torch.equal(now, target):
                 self._violated(job, unit)
                 return
 
+    # On the commit thread
+
+    def _commit_all(self) -> None:
+        while (copied := self._copied.get()) is not None:
+            job, reason = copied
+            try:
+                reason = reason or self._land(job)
+                if not reason:
+                    self._commit(job)
+            except Exception as error:
+                log.exception("the end of step %d failed", job.version.step)
+                reason = f"the copy failed: {error!r}"
+            if reason:
+                self.lanes.settle()
+            self._finish(job, reason)
+
+    def _land(self, job: Job) -> str:
+        """Wait until all of it is there. Returns why the snapshot is void, if it is."""
+        for departure in job.departures:
+            moved, took_s = departure.finish()
+            self.spent.copied_bytes += moved
+            self.spent.copy_s += took_s
+        return job.void or next((g.broken for g in job.gates.values() if g.broken), "") or self._compare(job)
+
     def _compare(self, job: Job) -> str:
-        """Samples taken at the source against what landed. Returns what is wrong."""
+        """What was seen at the source against what landed. Returns what is wrong."""
         job.plan.history.snapshots += 1
-        if job.samples is None:
+        if not job.checks:
             return ""
         faults.point("capture.compare")
-        unit = job.samples.changed_on_the_way(job.view.payload(job.slot))
-        if unit is not None:
-            self._violated(job, unit)
-            return job.void
-        self._prepare_samples(job)
+        with self.lanes.aside():
+            unit = job.checks.changed_on_the_way(job.view.payload(job.slot))
+            if unit is not None:
+                self._violated(job, unit)
+                return job.void
+            self._prepare_checks(job)
         return job.void
 
-    def _prepare_samples(self, job: Job) -> None:
-        """Other windows for the next snapshot with this plan, while nobody waits."""
-        for key, (plan, _, _) in list(self._next_samples.items()):
+    def _prepare_checks(self, job: Job) -> None:
+        """Other places for the next snapshot with this plan, while nobody waits."""
+        for key, (plan, _, _) in list(self._next_checks.items()):
             if plan.history is not job.plan.history:
-                del self._next_samples[key]
-        self._next_samples[id(job.plan)] = (job.plan, len(job.lazy), Samples.choose(job.lazy, self._random))
+                del self._next_checks[key]
+        whole = self._config.fingerprint_all or job.plan.history.snapshots <= FULL_CHECKS
+        checks = Checks.next(job.parts, self._random, whole=whole)
+        self._next_checks[id(job.plan)] = (job.plan, job.parts, checks)
 
     def _violated(self, job: Job, unit: Unit | Coded) -> None:
         names = [self._fence.watched[index].name for index in sorted(unit.owners)]
@@ -346,11 +398,23 @@ class Capture:
 
     def _commit(self, job: Job) -> None:
         """The last act: from here on the snapshot is whole."""
-        fields = {**job.header.__dict__, "state": h.COMMITTED}
-        job.view.arena.write_trainer_header(job.slot, TrainerHeader(**fields))
+        header = replace(job.header, state=h.COMMITTED)
+        prints = job.checks.encode()
+        if prints:
+            header = self._keep_prints(job, header, prints)
+        job.view.arena.write_trainer_header(job.slot, header)
+
+    def _keep_prints(self, job: Job, header: TrainerHeader, prints: bytes) -> TrainerHeader:
+        """Behind the values, as far as there is room."""
+        span = job.view.arena.values_span(job.slot)
+        suffix = frame(prints, span.size_bytes - header.values_bytes)
+        if not suffix:
+            return header
+        job.view.arena.segment.write(span.offset + header.values_bytes, suffix)
+        return replace(header, flags=header.flags | h.PRINTS, values_bytes=header.values_bytes + len(suffix))
 
     def _finish(self, job: Job, reason: str) -> None:
-        self.current = None
+        self._flying.remove(job)
         try:
             if reason:
                 self._voided(job, reason)
@@ -358,8 +422,3 @@ class Capture:
                 self._committed(job)
         except Exception:
             log.exception("the keeper could not be told about step %d", job.version.step)
-
-
-def _record_events(devices: set[torch.device]) -> dict[torch.device, torch.cuda.Event]:
-    """Where the compute stream of each device stands now: copies begin behind it."""
-    return {device: torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"}

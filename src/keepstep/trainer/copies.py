@@ -1,7 +1,8 @@
 """What one snapshot copies, and in which order: worked out once per layout, used at every `take`.
 
-eager   inside `take`: small tensors together, and everything whose writer is not fenced
-lazy    behind it, by the copy thread, in pieces; the optimizer that owns it waits at the gate
+eager     inside `take`: small tensors of the host together, and everything whose writer is not fenced
+lazy      behind it, by the copy thread, in pieces; the optimizer that owns it waits at the gate
+gathered  the same, for small tensors of a device: collected there first
 
 Of a stream only the stored chunks are copied, each from the tensors that it is made of; parity of others
 is computed on the way (coding.py).
@@ -10,15 +11,17 @@ is computed on the way (coding.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
 
 from keepstep.layout import Layout, digest
 from keepstep.trainer.blocks import Block, Blocks, Shared
 from keepstep.trainer.coding import Coded, coded_units
 from keepstep.trainer.fence import Watched
+from keepstep.trainer.gather import Gathered, gather
 from keepstep.trainer.ranges import cut, gaps, runs
 from keepstep.trainer.units import Unit
-
-PIECE_BYTES = 64 << 20
 
 
 @dataclass
@@ -26,6 +29,34 @@ class History:
     """What the plans of one layout have in common, however its streams are turned."""
 
     snapshots: int = 0
+
+
+@dataclass
+class Parts:
+    """A plan, dealt out."""
+
+    eager: list[Unit | Coded]
+    lazy: list[Unit | Coded] = field(default_factory=list)
+    small: list[Unit] = field(default_factory=list)
+    """of the host"""
+    gathered: dict[torch.device, list[Gathered]] = field(default_factory=dict)
+    gathered_now: list[Gathered] = field(default_factory=list)
+    """of devices, inside `take`"""
+
+    @cached_property
+    def lazy_on_host(self) -> list[Unit | Coded]:
+        return [unit for unit in self.lazy if unit.device.type == "cpu"]
+
+    @cached_property
+    def devices(self) -> set[torch.device]:
+        """That lazy copies leave."""
+        return {unit.device for unit in self.lazy if unit.device.type != "cpu"} | set(self.gathered)
+
+    @cached_property
+    def owners(self) -> frozenset[int]:
+        found = {unit.owners for unit in self.lazy}
+        found |= {one.owners for some in self.gathered.values() for one in some}
+        return frozenset[int]().union(*found)
 
 
 @dataclass
@@ -42,19 +73,37 @@ class CopyPlan:
     gaps: list[tuple[int, int]] = field(default_factory=list)
     """(offset, size) of what no unit writes in the chunks of streams: zero on all ranks that store them"""
     history: History = field(default_factory=History)
+    _parts: dict[frozenset[int], Parts] = field(default_factory=dict)
 
     @property
     def payload_bytes(self) -> int:
         return self.layout.payload_bytes
 
-    def split(self, watched: list[Watched]) -> tuple[list[Unit | Coded], list[Unit | Coded]]:
-        """(what to copy inside take beyond the small ones, what may be copied behind it) at this moment."""
-        trusted = {index for index, w in enumerate(watched) if w.trusted}
-        eager = list(self.loose)
-        lazy: list[Unit | Coded] = []
+    def units(self) -> list[Unit | Coded]:
+        return [*self.small, *self.loose, *self.fenced]
+
+    def parts(self, watched: list[Watched]) -> Parts:
+        """What to copy when, at this moment: it depends on whose fence is trusted."""
+        trusted = frozenset(index for index, w in enumerate(watched) if w.trusted)
+        if trusted not in self._parts:
+            self._parts[trusted] = self._part(trusted)
+        return self._parts[trusted]
+
+    def _part(self, trusted: frozenset[int]) -> Parts:
+        parts = Parts(eager=list(self.loose))
         for unit in self.fenced:
-            (lazy if unit.owners <= trusted else eager).append(unit)
-        return eager, lazy
+            (parts.lazy if unit.owners <= trusted else parts.eager).append(unit)
+        loose: dict[torch.device, list[Unit]] = {}
+        fenced: dict[torch.device, list[Unit]] = {}
+        for unit in self.small:
+            if unit.device.type == "cpu":
+                parts.small.append(unit)
+            else:
+                waits = unit.owners and unit.owners <= trusted
+                (fenced if waits else loose).setdefault(unit.device, []).append(unit)
+        parts.gathered = {device: gather(units) for device, units in fenced.items()}
+        parts.gathered_now = [one for units in loose.values() for one in gather(units)]
+        return parts
 
 
 def plan_copies(blocks: Blocks, watched: list[Watched], small_bytes: int) -> CopyPlan:

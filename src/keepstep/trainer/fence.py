@@ -32,11 +32,17 @@ class Gate:
 
     def __init__(self) -> None:
         self.passed = threading.Event()
-        """set when every copy is done (host) or queued before `events` (device)"""
+        """set when every copy is done (host) or queued (device)"""
         self.wanted = threading.Event()
         """set when an optimizer waits: rate caps and extra checks stop"""
         self.broken = ""
-        self.events: list[torch.cuda.Event] = []
+        self.overtake: list[Callable[[], None]] = []
+        """for each device: clone what has not left yet, and let it wait for copies that still read"""
+
+    @property
+    def open(self) -> bool:
+        """Whether copies may still read: on a device they do after they were queued."""
+        return bool(self.overtake) or not self.passed.is_set()
 
     def wait(self) -> float:
         """Block until the copies no longer read; returns the seconds that it took."""
@@ -48,8 +54,11 @@ class Gate:
             waited = time.perf_counter() - started
         else:
             waited = 0.0
-        for event in self.events:
-            torch.cuda.current_stream(event.device).wait_event(event)
+        if self.overtake and _is_capturing():
+            self.broken = "the optimizer's step is being captured into a CUDA graph"
+            return waited
+        for overtake in self.overtake:
+            overtake()
         return waited
 
 

@@ -12,6 +12,7 @@ from keepstep.errors import IntegrityError
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece
 from keepstep.trainer import items as s
 from keepstep.trainer.blocks import flat_bytes, is_dense
+from keepstep.trainer.prints import check_restored
 from keepstep.trainer.rng import dtype_named, from_inline, loader_generators, set_generator, set_rng_state
 from keepstep.trainer.sources import Chunks
 from keepstep.trainer.world import Ranks
@@ -40,12 +41,20 @@ class Saved:
     """A verified snapshot: its tree, and where the bytes of its tensors lie."""
 
     def __init__(
-        self, tree: dict[str, Any], layout: Layout, payload: torch.Tensor, streams: Mapping[str, Chunks] | None = None
+        self,
+        tree: dict[str, Any],
+        layout: Layout,
+        payload: torch.Tensor,
+        streams: Mapping[str, Chunks] | None = None,
+        prints: bytes = b"",
     ) -> None:
         self.tree, self.layout, self._payload = tree, layout, payload
         self._entries = layout.all_entries()
         self._chunks = [(streams or {})[stream.class_id] for stream in layout.streams for _ in stream.entries]
         """of the stream of each entry behind the rank's own"""
+        self._prints = prints
+        self._on_devices: list[tuple[int, torch.Tensor, str]] = []
+        """(offset in the payload, bytes, path) of what was written to devices in one piece"""
 
     def piece(self, ref: TensorRef) -> Piece:
         return self._find(ref)[1]
@@ -63,12 +72,18 @@ class Saved:
         """Copy a saved tensor over one of the same shape and dtype. `target` never aliases the snapshot."""
         entry, piece, chunks = self._find(ref)
         if chunks is None:
+            if target.is_cuda and is_dense(target) and target.numel():
+                self._on_devices.append((entry.offset + piece.start, flat_bytes(target.detach()), piece.path))
             return copy_bits(target, self._view(entry, piece))
         if not is_dense(target) or not target.is_contiguous():
             return copy_bits(target, self._gather(entry, piece, chunks))
         _check_in_stream(entry, piece, target.dtype)
         _fill(flat_bytes(target.detach()), entry.offset + piece.start, chunks)
         return target
+
+    def check_devices(self) -> int:
+        """Fingerprints that were taken at the source against what has come to devices. Raises IntegrityError."""
+        return check_restored(self._prints, self._on_devices) if self._prints and self._on_devices else 0
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """A new tensor of its own with the saved bytes and geometry."""
@@ -145,7 +160,7 @@ def _check_in_stream(entry: Entry, piece: Piece, dtype: torch.dtype) -> None:
 def _fill(target: torch.Tensor, start: int, chunks: Chunks) -> None:
     """Fill a flat tensor with the bytes of a stream from `start` on."""
     for begin, part in _parts(start, target.numel(), chunks):
-        target[begin : begin + part.numel()].copy_(part)
+        target[begin : begin + part.numel()].copy_(part, non_blocking=True)
 
 
 def _parts(start: int, size_bytes: int, chunks: Chunks) -> Iterator[tuple[int, torch.Tensor]]:
@@ -161,10 +176,13 @@ def _parts(start: int, size_bytes: int, chunks: Chunks) -> Iterator[tuple[int, t
 
 
 def copy_bits(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Copy without converting: both have one dtype. Expanded targets are written once per element."""
+    """Copy without converting: both have one dtype. Expanded targets are written once per element.
+
+    To a device the copy is only queued: whoever gives the snapshot's memory back waits for it first.
+    """
     target = target.detach()
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if stride == 0 and size > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    target.copy_(source)
+    target.copy_(source, non_blocking=True)
     return target

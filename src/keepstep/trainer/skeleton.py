@@ -8,22 +8,25 @@ others are asked every time.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
-Places = list[tuple[Any, Any, Any]]
-"""(container, key, object that hangs there)"""
+_values: Callable[[dict[Any, Any]], Iterable[Any]] = operator.methodcaller("values")
 
 
 @dataclass
 class Skeleton:
     """The places of one object, the tensors in the order of its state, and that state's encoded structure."""
 
-    places: Places
-    counts: list[tuple[Any, int]]
-    """(container, how many things hang in it)"""
+    containers: list[dict[Any, Any]]
+    """where tensors and submodules hang"""
+    rules: list[Any]
+    """hooks and the like that change what a state is: as many as before"""
     tensors: list[torch.Tensor]
     encoded: bytes
     optimizer: torch.optim.Optimizer | None = None
@@ -32,19 +35,28 @@ class Skeleton:
     parameters: list[list[int]] | None = None
     """per parameter group, who they are: the indices are counted in this order"""
 
+    def __post_init__(self) -> None:
+        self._lengths = self._measure()
+        self._keys = list(chain.from_iterable(self.containers))
+        self._things = list(chain.from_iterable(map(_values, self.containers)))
+
     def holds(self) -> bool:
-        """Whether everything is still where it was."""
-        for container, count in self.counts:
-            if len(container) != count:
-                return False
-        for container, key, thing in self.places:
-            if container.get(key) is not thing:
-                return False
+        """Whether everything is still where it was. By calls that run outside the interpreter: it is long."""
+        if self._measure() != self._lengths:
+            return False
+        if not all(map(operator.is_, chain.from_iterable(map(_values, self.containers)), self._things)):
+            return False
+        if not all(map(operator.is_, chain.from_iterable(self.containers), self._keys)):
+            return False
         return self.optimizer is None or self._same_groups()
+
+    def _measure(self) -> list[int]:
+        return [*map(len, self.containers), *map(len, self.rules)]
 
     def _same_groups(self) -> bool:
         assert self.optimizer is not None
-        return _identities(self.optimizer) == self.parameters
+        # `optimizer.load_state_dict` puts another dict there, and leaves the old one as it was.
+        return self.optimizer.state is self.containers[0] and _identities(self.optimizer) == self.parameters
 
     def param_groups(self) -> list[dict[str, Any]]:
         """As `optimizer.state_dict()` writes them."""
@@ -58,18 +70,14 @@ class Skeleton:
 
 def of_module(module: torch.nn.Module, state: Any, encoded: bytes) -> Skeleton | None:
     """None when the module's state is more than its parameters and buffers."""
-    places: Places = []
-    counts: list[tuple[Any, int]] = []
+    containers: list[dict[Any, Any]] = []
+    rules: list[Any] = []
     tensors: list[torch.Tensor] = []
     for part in module.modules():
         if not _is_ordinary(part):
             return None
-        for container in (part._parameters, part._buffers, part._modules):
-            counts.append((container, len(container)))
-            # None too: a buffer that was only announced may be set later.
-            places += [(container, key, thing) for key, thing in container.items()]
-        rules = (part._state_dict_hooks, part._state_dict_pre_hooks, part._non_persistent_buffers_set)
-        counts += [(rule, len(rule)) for rule in rules]
+        containers += (part._parameters, part._buffers, part._modules)
+        rules += (part._state_dict_hooks, part._state_dict_pre_hooks, part._non_persistent_buffers_set)
     for value in state.values():
         if not isinstance(value, torch.Tensor):
             return None
@@ -81,7 +89,7 @@ def of_module(module: torch.nn.Module, state: Any, encoded: bytes) -> Skeleton |
         if name not in live:
             return None
         tensors.append(live[name])
-    return Skeleton(places, counts, tensors, encoded)
+    return Skeleton(containers, rules, tensors, encoded)
 
 
 def _is_ordinary(part: torch.nn.Module) -> bool:
@@ -100,21 +108,15 @@ def of_optimizer(
     hooked = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
     if hooked or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or "state_dict" in vars(optimizer):
         return None
-    # `optimizer.load_state_dict` puts another dict there, and leaves the old one as it was.
-    places: Places = [(vars(optimizer), "state", optimizer.state)]
-    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
-    counts: list[tuple[Any, int]] = [(optimizer.state, len(optimizer.state)), *((hook, 0) for hook in hooks)]
     for parameter, inner in optimizer.state.items():
         if not isinstance(parameter, torch.Tensor) or not isinstance(inner, dict):
             return None
-        places.append((optimizer.state, parameter, inner))
-        counts.append((inner, len(inner)))
-        for key, value in inner.items():
-            if not isinstance(value, torch.Tensor):
-                return None
-            places.append((inner, key, value))
+        if not all(isinstance(value, torch.Tensor) for value in inner.values()):
+            return None
+    containers = [optimizer.state, *optimizer.state.values()]
+    hooks = [optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks]
     indices = [list(group["params"]) for group in state["param_groups"]]
-    return Skeleton(places, counts, list(tensors), encoded, optimizer, indices, _identities(optimizer))
+    return Skeleton(containers, hooks, list(tensors), encoded, optimizer, indices, _identities(optimizer))
 
 
 def _identities(optimizer: torch.optim.Optimizer) -> list[list[int]]:

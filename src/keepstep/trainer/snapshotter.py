@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from keepstep import layout as layouts
-from keepstep.arena.header import INEXACT, Grant
+from keepstep.arena.header import INEXACT, PRINTS, Grant
 from keepstep.arena.segment import Mapping as SegmentMap
 from keepstep.arena.slots import Arena
 from keepstep.config import Config, resolve
@@ -49,6 +50,7 @@ from keepstep.trainer.place import (
     registration,
     warn_about_shared_store,
 )
+from keepstep.trainer.prints import unframe
 from keepstep.trainer.replicas import Replicas
 from keepstep.trainer.restore import Restored, Writer, sharded_modules
 from keepstep.trainer.saved import RandomStates, Saved
@@ -122,7 +124,9 @@ class Snapshotter:
             with Sources(fds[1:]) as sources:
                 restored = self._load(answer, fds[0], sources, rehearsal, started)
         # Before the first step: all that can fail, fails here.
-        self._memory.get(self._foresee(), show=True)
+        need = self._foresee()
+        self._memory.get(need, show=True)
+        self._prepare_devices(need)
         self._begin(restored.step if restored else None)
         return restored
 
@@ -136,17 +140,22 @@ class Snapshotter:
             self._warn_about_ddp()
         arena = Arena.adopt(fd, run_id=self._identity.run_id, node_id=self._identity.node_id)
         view = ArenaView(arena, SegmentMap(arena.segment))
+        view.register_with_cuda([answer.slot])
         try:
             saved = _read_snapshot(view, answer, sources)
             writer = Writer(saved, self._items, self._replicas().ranks_of)
             writer.prepare()
             writer.write()
+            checked = saved.check_devices()
+            _wait_for_devices()
             random_states = RandomStates(saved.tree, self._items)
             random_states.set()
             del saved, writer  # they point into the arena
         finally:
             view.close()
         log.info("restored %s from %s: %s", answer.version, answer.source, "; ".join(answer.plan))
+        if checked:
+            log.info("%d fingerprints of devices are those of the captured state", checked)
         return Restored(
             step=answer.version.step, source=Source(answer.source), survives=Survives.PROCESS,
             duration_s=time.monotonic() - started, bytes=answer.size_bytes, plan=tuple(answer.plan),
@@ -199,6 +208,17 @@ class Snapshotter:
             self._fence.muted = False
         return sizing.need_of(self._plans.first, len(reading.values), missing, self._sharing)
 
+    def _prepare_devices(self, need: ArenaNeed) -> None:
+        """What is on a device now tells how what comes will be spread."""
+        assert self._plans is not None
+        sizes: Counter[torch.device] = Counter()
+        for unit in self._plans.first.units():
+            sizes[unit.device] += unit.size_bytes
+        total = sum(sizes.values())
+        codes = {(stream.n - stream.m, stream.m) for stream in self._plans.first.layout.streams if stream.m}
+        foreseen = {d: need.payload_bytes * size // total for d, size in sizes.items() if d.type == "cuda"}
+        self._capture.lanes.prepare(foreseen, codes)
+
     # Taking
 
     def take(self, step: int) -> PendingSnapshot:
@@ -249,8 +269,8 @@ class Snapshotter:
             return "the memory is being prepared: call restore() before the first step"
         if self._memory.busy:
             return "the arena is growing"
-        if self._capture.current is not None:
-            return f"the snapshot at step {self._capture.current.version.step} is still being copied"
+        if self._capture.is_full(view.arena.num_slots):
+            return "the last snapshot is still being copied"
         grant = view.arena.grant()
         if grant is None or grant.incarnation != self._link.incarnation:
             return "not granted yet: the keeper waits for all ranks" if self._link.up else self._no_keeper()
@@ -288,7 +308,10 @@ class Snapshotter:
 
     def _make_plans(self, reading: Reading) -> Turns:
         ranks_of = self._replicas().ranks_of
-        built = blocks.build(reading.tensors, reading.paths(), sharing=self._sharing, ranks_of=ranks_of)
+        built = blocks.build(
+            reading.tensors, reading.paths(), sharing=self._sharing, ranks_of=ranks_of,
+            small_bytes=self.config.take.small_bytes,
+        )  # fmt: skip
         self._signature = blocks.Signature(reading.tensors)
         return Turns(built, self._sharing, self._fence.watched, self.config.take.small_bytes)
 
@@ -374,6 +397,13 @@ class Snapshotter:
             log.warning(text)
 
 
+def _wait_for_devices() -> None:
+    """Until what was queued on their current streams has arrived."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.current_stream(index).synchronize()
+
+
 def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: Sources) -> Saved:
     """The tree and tensors of a slot that the keeper has verified."""
     sealed = view.arena.sealed(answer.slot)
@@ -386,7 +416,9 @@ def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: Sources) -> Sa
     layout_span, values_span, _ = view.arena.used_spans(answer.slot, sealed.trainer)
     encoded = view.arena.segment.read(layout_span.offset, layout_span.size_bytes)
     layout = layouts.decode(encoded, payload_bytes=sealed.trainer.payload_bytes)
-    tree = states.decode(view.arena.segment.read(values_span.offset, values_span.size_bytes))
+    values = view.arena.segment.read(values_span.offset, values_span.size_bytes)
+    values, prints = unframe(values) if sealed.trainer.flags & PRINTS else (values, b"")
+    tree = states.decode(values)
     payload = view.payload(answer.slot)
     chunks = sources.chunks(layout, answer.streams, arena=view.bytes, payload=payload)
-    return Saved(tree, layout, payload, chunks)
+    return Saved(tree, layout, payload, chunks, prints)

@@ -110,7 +110,7 @@ class Reader:
                 tensors.extend(known.tensors)
                 if item.kind == MODULE:
                     return {WHOLE: known.encoded}
-                groups = _walk(known.param_groups(), tensors, first)
+                groups = [_walk_group(group, tensors, first) for group in known.param_groups()]
                 return {STATE: known.encoded, GROUPS: _encode(groups, item.path)}
         return self._parts_anew(item, tensors, first)
 
@@ -191,6 +191,12 @@ def _walk(value: Any, tensors: list[torch.Tensor], first: int, *, inline: bool =
     if kind is torch.device:
         return TorchDevice(str(value))
     return value
+
+
+def _walk_group(group: dict[str, Any], tensors: list[torch.Tensor], first: int) -> dict[str, Any]:
+    """Its parameters are numbers already, hundreds of them."""
+    others = {key: value for key, value in group.items() if key != "params"}
+    return {**_walk(others, tensors, first), "params": group["params"]}
 
 
 def _has_plain_bytes(tensor: torch.Tensor) -> bool:

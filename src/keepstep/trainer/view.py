@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
 import torch
 
 from keepstep.arena.segment import Mapping
-from keepstep.arena.slots import Arena
+from keepstep.arena.slots import Arena, Span
+from keepstep.trainer.coded_runs import coded_runs
 from keepstep.trainer.coding import Coded
-from keepstep.trainer.copies import CopyPlan, History
+from keepstep.trainer.copies import CopyPlan, History, Parts
+from keepstep.trainer.leaving import Cargo, Piece, cut
 from keepstep.trainer.units import Unit
 
 log = logging.getLogger("keepstep")
@@ -26,9 +29,12 @@ class ArenaView:
         # Through numpy: torch.frombuffer takes no reference to the map and crashes after close.
         self.bytes = torch.from_numpy(np.frombuffer(mapping.map, dtype=np.uint8))
         self._targets: dict[int, dict[tuple[int, int], torch.Tensor]] = {}
+        self._cargo: dict[tuple[int, int, torch.device], tuple[Parts, Cargo]] = {}
+        """by slot, parts (which are held, so that the key stays theirs) and device"""
         self._layouts: dict[int, bytes] = {}
         self._history: History | None = None
-        self._registered = False
+        self._registered: list[int] = []
+        """addresses"""
 
     def payload(self, slot: int) -> torch.Tensor:
         span = self.arena.payload_span(slot)
@@ -36,9 +42,7 @@ class ArenaView:
 
     def targets(self, slot: int, plan: CopyPlan, units: Sequence[Unit | Coded]) -> list[torch.Tensor]:
         """Where the units of a plan go in a slot; the views are made once."""
-        if plan.history is not self._history:
-            self._history = plan.history
-            self._targets.clear()
+        self._forget_others(plan)
         known = self._targets.setdefault(slot, {})
         places = [(unit.offset, unit.size_bytes) for unit in units]
         missing = [place for place in places if place not in known]
@@ -46,6 +50,27 @@ class ArenaView:
             payload = self.payload(slot)
             known.update(((offset, size), payload[offset : offset + size]) for offset, size in missing)
         return [known[place] for place in places]
+
+    def cargo(self, slot: int, plan: CopyPlan, parts: Parts, device: torch.device) -> Cargo:
+        """The lazy units of a device, cut for copying; made once."""
+        self._forget_others(plan)
+        key = (slot, id(parts), device)
+        if key not in self._cargo:
+            payload, mine = self.payload(slot), [unit for unit in parts.lazy if unit.device == device]
+            pieces: list[Piece] = []
+            for unit in mine:
+                if isinstance(unit, Unit):
+                    pieces += cut(payload[unit.offset : unit.offset + unit.size_bytes], unit.source, unit.owners)
+            for run in coded_runs([unit for unit in mine if isinstance(unit, Coded)]):
+                pieces.append(Piece(payload[run.offset : run.offset + run.size_bytes], run, run.owners))
+            self._cargo[key] = (parts, Cargo(payload, parts.gathered.get(device, ()), pieces))
+        return self._cargo[key][1]
+
+    def _forget_others(self, plan: CopyPlan) -> None:
+        if plan.history is not self._history:
+            self._history = plan.history
+            self._targets.clear()
+            self._cargo.clear()
 
     def write_layout(self, slot: int, plan: CopyPlan) -> None:
         """Only when the slot holds another one: it is the same for thousands of snapshots."""
@@ -65,21 +90,30 @@ class ArenaView:
         """Write them again: what stands there may be damaged."""
         self._layouts = {}
 
-    def register_with_cuda(self) -> None:
-        """Page-lock the arena for devices: copies then run at link speed beside the computation."""
+    def register_with_cuda(self, slots: Sequence[int] | None = None) -> None:
+        """Page-lock slots for devices: copies then run at link speed beside the computation."""
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             return
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        failure = int(runtime.cudaHostRegister(self.mapping.address, self.mapping.size_bytes, 1))
-        self._registered = failure == 0
-        if failure:
-            log.warning("the arena could not be registered with CUDA (error %d); copies will be slower", failure)
+        # One range per slot: no copy may cross the border between two.
+        spans = [self.arena.payload_span(slot) for slot in (range(self.arena.num_slots) if slots is None else slots)]
+        with ThreadPoolExecutor(max_workers=len(spans), thread_name_prefix="keepstep-register") as pool:
+            failures = list(pool.map(self._register, spans))
+        if any(failures):
+            log.warning("the arena could not be registered with CUDA (error %d); copies will be slower", max(failures))
             _clear_cuda_error()
 
+    def _register(self, span: Span) -> int:
+        address = self.mapping.address + span.offset
+        failure = int(torch.cuda.cudart().cudaHostRegister(address, span.size_bytes, 1))  # type: ignore[no-untyped-call]
+        if not failure:
+            self._registered.append(address)
+        return failure
+
     def close(self) -> None:
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self.mapping.address)  # type: ignore[no-untyped-call]
+        for address in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         self._targets.clear()
+        self._cargo.clear()
         self._history = None
         del self.bytes
         self.mapping.close()

@@ -1,0 +1,62 @@
+"""What is looked at when a snapshot begins: windows of host memory, fingerprints of devices."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from keepstep.trainer.coding import Coded
+from keepstep.trainer.copies import Parts
+from keepstep.trainer.prints import Prints
+from keepstep.trainer.samples import Samples
+from keepstep.trainer.units import Unit
+
+
+@dataclass
+class Checks:
+    """Of one snapshot; empty where nothing is copied behind `take`, or nobody wants it."""
+
+    samples: Samples | None = None
+    prints: list[Prints] = field(default_factory=list)
+
+    @classmethod
+    def first(cls, parts: Parts, rng: random.Random) -> Checks:
+        """Inside `take`, so only what does not wait for a device."""
+        return cls(Samples.choose(parts.lazy, rng))
+
+    @classmethod
+    def next(cls, parts: Parts, rng: random.Random, *, whole: bool) -> Checks:
+        host = parts.lazy_on_host
+        devices = {unit.device for unit in parts.lazy} - {torch.device("cpu")}
+        prints = [
+            Prints([unit for unit in parts.lazy if unit.device == device], rng, whole=whole) for device in devices
+        ]
+        return cls(Samples.choose(host, rng) if host else None, prints)
+
+    def __bool__(self) -> bool:
+        return self.samples is not None or bool(self.prints)
+
+    def take(self) -> None:
+        """Inside `take`; fingerprints of devices are queued behind it (`Departure`)."""
+        if self.samples is not None:
+            self.samples.take()
+
+    def look(self, device: torch.device) -> None:
+        """Queue the fingerprints of a device on its current stream."""
+        for one in self.prints:
+            if one.device == device:
+                one.take()
+
+    def changed_at_source(self, owners: set[int]) -> Unit | Coded | None:
+        return next((unit for one in self._all() if (unit := one.changed_at_source(owners)) is not None), None)
+
+    def changed_on_the_way(self, payload: torch.Tensor) -> Unit | Coded | None:
+        return next((unit for one in self._all() if (unit := one.changed_on_the_way(payload)) is not None), None)
+
+    def _all(self) -> list[Samples | Prints]:
+        return [*self.prints, *([self.samples] if self.samples is not None else [])]
+
+    def encode(self) -> bytes:
+        return b"".join(one.encode() for one in self.prints)

@@ -1,0 +1,54 @@
+"""The devices that captures leave from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from keepstep.config import TakeConfig
+from keepstep.trainer.leaving import PIECE_BYTES, Lane
+
+# For tests only: a factor on what the split holds to be possible in time.
+WINDOW_SCALE = "KEEPSTEP_TEST_WINDOW_SCALE"
+
+
+class Lanes:
+    """Made before training where the state is known by then, else with the first snapshot."""
+
+    def __init__(self, config: TakeConfig) -> None:
+        self._config = config
+        self._lanes: dict[torch.device, Lane] = {}
+
+    def of(self, device: torch.device) -> Lane:
+        if device not in self._lanes:
+            self._lanes[device] = Lane(device, 0)
+        return self._lanes[device]
+
+    def prepare(self, sizes: dict[torch.device, int], codes: set[tuple[int, int]]) -> None:
+        """Memory for clones, for states of these sizes, and everything loaded; `codes`: (k, m) of parity."""
+        scale = float(os.environ.get(WINDOW_SCALE, "1"))
+        for device, size_bytes in sizes.items():
+            if device not in self._lanes:
+                self._lanes[device] = Lane(device, self._budget(device, size_bytes), scale=scale)
+                self._lanes[device].warm_up(codes)
+
+    def _budget(self, device: torch.device, size_bytes: int) -> int:
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        wanted = min(self._config.staging_share * size_bytes, self._config.staging_free_share * free_bytes)
+        return int(wanted) // PIECE_BYTES * PIECE_BYTES
+
+    def settle(self) -> None:
+        """Wait for everything that was queued: what a failed snapshot has begun still writes into its slot."""
+        for lane in self._lanes.values():
+            lane.stream.synchronize()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is queued in here waits for no copy."""
+        with ExitStack() as streams:
+            for lane in self._lanes.values():
+                streams.enter_context(torch.cuda.stream(lane.checking))
+            yield

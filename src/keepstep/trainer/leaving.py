@@ -1,0 +1,265 @@
+"""Copies that leave a CUDA device while training goes on.
+
+    take          an event on the compute stream; everything begins behind it
+    copy thread   what is late is cloned on the device, beside the computation; small tensors are gathered; then piece
+                  after piece goes straight from the live tensors (direct), and the clones leave last
+    pre-hook      the update waits, on the device, for what still reads live tensors: the direct copies and the cloning
+
+All of it is queued at once. The host usually runs far ahead of the device, so nothing that it sees can tell how far
+copies will come before the update: what is late is decided beforehand, from how the last snapshots went (`split`).
+
+Nothing here blocks the training thread but the time that a few calls take; the device waits for events.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from keepstep import faults
+from keepstep.parity import device as parity
+from keepstep.trainer.coded_runs import CodedRun
+from keepstep.trainer.gather import Gathered
+from keepstep.trainer.split import Split
+
+log = logging.getLogger("keepstep")
+
+PIECE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a unit, small enough to be one copy."""
+
+    target: torch.Tensor
+    source: torch.Tensor | CodedRun
+    owners: frozenset[int]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.target.numel()
+
+    def leave(self, lane: Lane) -> None:
+        """Queue the copy to the host on the current stream; parity is computed on the way."""
+        faults.point("capture.copy")
+        computed = isinstance(self.source, CodedRun)
+        source = self.clone_into(lane, lane.scratch(self.size_bytes)) if computed else self.source
+        assert isinstance(source, torch.Tensor)
+        self.target.copy_(source, non_blocking=True)
+
+    def clone_into(self, lane: Lane, memory: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.source, CodedRun):
+            return self.source.compute(memory, lane.checking)
+        return memory.copy_(self.source, non_blocking=True)
+
+
+def cut(target: torch.Tensor, source: torch.Tensor, owners: frozenset[int]) -> list[Piece]:
+    starts = range(0, target.numel(), PIECE_BYTES)
+    return [Piece(target[a : a + PIECE_BYTES], source[a : a + PIECE_BYTES], owners) for a in starts]
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """All that leaves one device with each snapshot into one slot; worked out once."""
+
+    payload: torch.Tensor
+    gathered: Sequence[Gathered]
+    pieces: Sequence[Piece]
+
+    @cached_property
+    def size_bytes(self) -> int:
+        return sum(piece.size_bytes for piece in self.pieces)
+
+    @cached_property
+    def owners(self) -> frozenset[int]:
+        found = {piece.owners for piece in self.pieces} | {one.owners for one in self.gathered}
+        return frozenset[int]().union(*found)
+
+
+class Lane:
+    """What captures need on one device: streams, memory for clones, and what was learnt about the time there is."""
+
+    def __init__(self, device: torch.device, budget_bytes: int, *, scale: float = 1.0) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.cloning = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.checking = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        """for looking at what landed, while the next snapshot is being copied"""
+        self.memory = _staging(device, budget_bytes)
+        self.split = Split(self.memory.numel(), scale=scale)
+        self.vacant: torch.cuda.Event | None = None
+        """after it the clones of the last snapshot have left"""
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def warm_up(self, codes: set[tuple[int, int]]) -> None:
+        """Load and compile everything that a snapshot uses, which takes up to seconds at first use."""
+        for k, m in codes or {(1, 1)}:
+            parity.warm_up(self.device, k, m)
+        landing = torch.empty(64, dtype=torch.uint8)
+        small = [torch.zeros(64, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        current = torch.cuda.current_stream(self.device)
+        for dtype in (torch.uint8, torch.int64):
+            torch._foreach_copy_([small[0].view(dtype)], [small[1].view(dtype)])
+        small[0].clone()
+        begin = current.record_event(_timer())
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(begin)
+            torch._foreach_copy_([small[0]], [small[1]])
+            landing.copy_(small[0], non_blocking=True)
+            end = self.stream.record_event(_timer())
+        end.synchronize()
+        begin.elapsed_time(end)
+
+    def scratch(self, size_bytes: int) -> torch.Tensor:
+        """For parity on its way: used in the order of the copy stream, so one is enough."""
+        if self._scratch.numel() < size_bytes:
+            self._scratch = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        return self._scratch[:size_bytes]
+
+
+def _staging(device: torch.device, budget_bytes: int) -> torch.Tensor:
+    """As much as there is room for: without it the update waits, which is slower and not wrong."""
+    while budget_bytes >= PIECE_BYTES:
+        try:
+            return torch.empty(budget_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            budget_bytes //= 2
+    return torch.empty(0, dtype=torch.uint8, device=device)
+
+
+class Departure:
+    """What one snapshot copies from one device."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        cargo: Cargo,
+        staged: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Made inside `take`: begins where the compute stream stands now.
+
+        `staged`: (target, clone) that `take` has made already. `look`: queues what else reads the live tensors.
+        """
+        self.lane = lane
+        self.begin = torch.cuda.current_stream(lane.device).record_event(_timer())
+        self._cargo, self._staged, self._look, pieces = cargo, staged, look, cargo.pieces
+        late_bytes, cut_at = lane.split.late_of(cargo.size_bytes), len(pieces)
+        while cut_at and pieces[cut_at - 1].size_bytes <= late_bytes:
+            cut_at -= 1
+            late_bytes -= pieces[cut_at].size_bytes
+        self._direct, self._late = pieces[:cut_at], pieces[cut_at:]
+        self._reads: dict[int, list[torch.cuda.Event]] = {owner: [] for owner in cargo.owners}
+        """by optimizer: the ends of what reads the tensors that it writes"""
+        self._looked = self._started = self._left = self._done = _timer()
+        self._hooked: torch.cuda.Event | None = None
+
+    @property
+    def owners(self) -> frozenset[int]:
+        return self._cargo.owners
+
+    # On the copy thread
+
+    def issue(self, passed: Callable[[int], None], pace: Callable[[int], None]) -> None:
+        """Queue everything; `passed` is told of each optimizer when all that it must wait for is queued."""
+        clones = self._clone()
+        stream = self.lane.stream
+        ends = self._ends()
+        with torch.cuda.stream(stream):
+            stream.wait_event(self.begin)
+            for target, clone in self._staged:
+                target.copy_(clone, non_blocking=True)
+            for one in self._cargo.gathered:
+                one.leave(self._cargo.payload)
+            self._started = stream.record_event(_timer())
+            self._read_until_here(ends.get(-1, ()), passed)
+            for index, piece in enumerate(self._direct):
+                piece.leave(self.lane)
+                pace(piece.size_bytes)
+                self._read_until_here(ends.get(index, ()), passed)
+            self._left = stream.record_event(_timer())
+            for cloned, target, clone in clones:
+                stream.wait_event(cloned)
+                faults.point("capture.copy")
+                target.copy_(clone, non_blocking=True)
+            self._done = stream.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
+        if clones:
+            self.lane.vacant = self._done
+
+    def _clone(self) -> list[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]]:
+        """Beside the computation, at its start: by the time of the update it is long done."""
+        stream, found, at = self.lane.cloning, [], 0
+        with torch.cuda.stream(stream):
+            stream.wait_event(self.begin)
+            self._look()
+            self._looked = stream.record_event()
+            self._reads = {owner: [self._looked] for owner in self.owners}
+            if self._late and self.lane.vacant is not None:
+                stream.wait_event(self.lane.vacant)
+            for piece in self._late:
+                clone = self.lane.memory[at : at + piece.size_bytes]
+                piece.clone_into(self.lane, clone)
+                at += piece.size_bytes
+                event = stream.record_event()
+                found.append((event, piece.target, clone))
+                for owner in piece.owners:
+                    self._reads[owner] = [event]  # later than those before
+        return found
+
+    def _ends(self) -> dict[int, list[int]]:
+        """By the index of a direct piece, -1 for none: the optimizers that own no later one."""
+        last = {owner: index for index, piece in enumerate(self._direct) for owner in piece.owners}
+        found: dict[int, list[int]] = {}
+        for owner in self.owners:
+            found.setdefault(last.get(owner, -1), []).append(owner)
+        return found
+
+    def _read_until_here(self, owners: Sequence[int], passed: Callable[[int], None]) -> None:
+        if owners:
+            event = self.lane.stream.record_event()
+            for owner in owners:
+                self._reads[owner].append(event)
+                passed(owner)
+
+    # On the training thread
+
+    def overtake(self, owner: int) -> None:
+        """This optimizer is about to write: the device waits for what still reads."""
+        stream = torch.cuda.current_stream(self.lane.device)
+        if self._hooked is None:
+            self._hooked = stream.record_event(_timer())
+        for event in self._reads[owner]:
+            stream.wait_event(event)
+
+    # On the thread that commits
+
+    def finish(self) -> tuple[int, float]:
+        """Wait until everything has landed, and learn from it. Returns the direct bytes and the seconds they took."""
+        self._done.synchronize()
+        self._looked.synchronize()
+        direct_bytes = sum(piece.size_bytes for piece in self._direct)
+        took_s = self._at_s(self._left) - self._at_s(self._started)
+        if direct_bytes and took_s > 0:
+            split, spare_s = self.lane.split, self._spare_s()
+            log.debug(
+                "direct: %d bytes in %.4f s, %.4f s to spare; late: %d", direct_bytes, took_s, spare_s, split.late_bytes
+            )
+            split.learn(spare_s, direct_bytes / took_s)
+        return direct_bytes, took_s
+
+    def _spare_s(self) -> float:
+        """From the end of the direct copies to the update, as the device saw it."""
+        if self._hooked is None or not self._hooked.query():  # type: ignore[no-untyped-call]
+            return self._at_s(self._left)  # it is still to come: there was time for more
+        return self._at_s(self._hooked) - self._at_s(self._left)
+
+    def _at_s(self, event: torch.cuda.Event) -> float:
+        return float(self.begin.elapsed_time(event)) / 1000
+
+
+def _timer() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,181 @@
+"""Fingerprints of device memory as it was at `take`, to be compared with what lands and with what is restored.
+
+They are computed where the tensors are, so they cover the whole way: link, host memory, wire, decoding, and back. All
+of a state takes a device a few milliseconds to read, so that is done for the first snapshots of a layout only; after
+that other chunks are chosen each time.
+
+What landed is read in sums of many chunks: the fingerprint of a sum is the sum of fingerprints. A call per chunk would
+take the interpreter from the training thread thousands of times.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from keepstep.errors import IntegrityError
+from keepstep.layout import CHUNK_BYTES
+from keepstep.parity.code import coefficients, weighted_sum
+from keepstep.parity.device import Cuts, FingerprintBatch, Part
+from keepstep.parity.fingerprint import FINGERPRINT_BYTES, combine, fingerprint
+from keepstep.trainer.coding import Coded
+from keepstep.trainer.units import Unit
+
+SHARE = 64
+AT_ONCE = 32
+"""chunks in a sum"""
+LENGTH = struct.Struct("<Q")
+ROW = np.dtype([("offset", "<u8"), ("size", "<u4"), ("print", f"V{FINGERPRINT_BYTES}")])
+
+
+@dataclass(frozen=True)
+class Spots:
+    """Chunks of what units write: where each lies in the payload, and whose it is."""
+
+    units: Sequence[Unit | Coded]
+    unit: np.ndarray
+    offset: np.ndarray
+    size: np.ndarray
+
+    @classmethod
+    def of(cls, units: Sequence[Unit | Coded], chosen: random.Random | None) -> Spots:
+        """All chunks, or those that are drawn."""
+        sizes = np.array([unit.size_bytes for unit in units], dtype=np.int64)
+        counts = -(-sizes // CHUNK_BYTES)
+        unit = np.repeat(np.arange(len(units)), counts)
+        inside = (np.arange(len(unit)) - np.repeat(np.cumsum(counts) - counts, counts)) * CHUNK_BYTES
+        if chosen is not None:
+            drawn = sorted(chosen.sample(range(len(unit)), -(-len(unit) // SHARE)))
+            unit, inside = unit[drawn], inside[drawn]
+        offset = np.array([one.offset for one in units], dtype=np.int64)[unit] + inside
+        return cls(units, unit, offset, np.minimum(sizes[unit] - inside, CHUNK_BYTES))
+
+    def __len__(self) -> int:
+        return len(self.unit)
+
+
+class Prints:
+    """Of one snapshot on one device. Made behind the snapshot before: making it waits for the device."""
+
+    def __init__(self, units: Sequence[Unit | Coded], rng: random.Random, *, whole: bool) -> None:
+        plain = [unit for unit in units if isinstance(unit, Unit)]
+        coded = [unit for unit in units if isinstance(unit, Coded)]
+        self.device = units[0].device
+        self._rng, chosen = rng, None if whole else rng
+        self._plain, self._coded = Spots.of(plain, chosen), Spots.of(coded, chosen)
+        sources = [[Part(part.begin, part.source) for part in parts] for unit in self._drawn() for parts in unit.chunks]
+        begin = self._plain.offset - np.array([unit.offset for unit in plain], dtype=np.int64)[self._plain.unit]
+        cuts = Cuts([unit.source for unit in plain], self._plain.unit, begin, self._plain.size)
+        self._batch = FingerprintBatch(sources, cuts)
+        self._rows: torch.Tensor | None = None
+        self._read: np.ndarray | None = None
+
+    def _drawn(self) -> list[Coded]:
+        units = [self._coded.units[index] for index in self._coded.unit]
+        return [unit for unit in units if isinstance(unit, Coded)]
+
+    def take(self) -> None:
+        """Queue them on the current stream."""
+        self._rows, self._read = self._batch.run(), None
+
+    def changed_at_source(self, owners: set[int]) -> Unit | Coded | None:
+        """The first unit of these optimizers that is not what it was. Waits for the device."""
+        if self._rows is None:  # nobody has looked yet, so nobody can say
+            return next((unit for unit in self._plain.units if unit.owners & owners), None)
+        before = self._expected()
+        self.take()
+        differs = (before != self._expected()).any(axis=1)
+        return next((unit for unit in self._units_at(differs) if unit.owners & owners), None)
+
+    def changed_on_the_way(self, payload: torch.Tensor) -> Unit | Coded | None:
+        """The first unit that did not land as it was taken. Waits for the device, and reads what landed."""
+        expected, landed = self._expected(), payload.numpy()
+        offsets = np.concatenate([self._plain.offset, self._coded.offset])
+        sizes = np.concatenate([self._plain.size, self._coded.size])
+        total = np.empty(CHUNK_BYTES, dtype=np.uint8)
+        for start in range(0, len(offsets), AT_ONCE):
+            some = slice(start, start + AT_ONCE)
+            chunks = [landed[at : at + size].data for at, size in zip(offsets[some], sizes[some], strict=True)]
+            rows = [row.tobytes() for row in expected[some]]
+            weights = bytes(self._rng.randrange(1, 256) for _ in chunks)
+            weighted_sum(weights, chunks, total.data)
+            if fingerprint(total.data) != combine(weights, rows):
+                wrong = np.zeros(len(expected), dtype=bool)
+                wrong[some] = [fingerprint(chunk) != row for chunk, row in zip(chunks, rows, strict=True)]
+                return next(iter(self._units_at(wrong)))
+        return None
+
+    def encode(self) -> bytes:
+        """To be kept with the snapshot: of tensors of which it holds every byte, which parity is not."""
+        kept = np.zeros(len(self._plain), dtype=ROW)
+        kept["offset"], kept["size"] = self._plain.offset, self._plain.size
+        kept["print"] = self._expected()[: len(kept)].view(f"V{FINGERPRINT_BYTES}").reshape(-1)
+        return kept.tobytes()
+
+    def _expected(self) -> np.ndarray:
+        """A row for each spot; that of parity follows from those of its sources. Waits for the device, once."""
+        if self._read is not None:
+            return self._read
+        assert self._rows is not None
+        rows: np.ndarray = self._rows.cpu().numpy()
+        at, made = len(self._plain), [rows[: len(self._plain)]]
+        for unit in self._drawn():
+            factors = coefficients(unit.m, unit.row, unit.k)[: len(unit.chunks)]
+            row = combine(factors, [one.tobytes() for one in rows[at : at + len(factors)]])
+            made.append(np.frombuffer(row, dtype=np.uint8)[None])
+            at += len(factors)
+        self._read = np.concatenate(made)
+        return self._read
+
+    def _units_at(self, marked: np.ndarray) -> list[Unit | Coded]:
+        both = [(self._plain, marked[: len(self._plain)]), (self._coded, marked[len(self._plain) :])]
+        return [spots.units[index] for spots, there in both for index in spots.unit[there]]
+
+
+def frame(encoded: bytes, room: int) -> bytes:
+    """As many as fit, with their length, to be put behind other bytes."""
+    fits = max(0, room - LENGTH.size) // ROW.itemsize * ROW.itemsize
+    kept = encoded[:fits]
+    return kept + LENGTH.pack(len(kept)) if kept else b""
+
+
+def unframe(data: bytes) -> tuple[bytes, bytes]:
+    """(what was there before, the fingerprints)"""
+    if len(data) < LENGTH.size:
+        raise IntegrityError("the fingerprints of the snapshot are cut off")
+    (size,) = LENGTH.unpack(data[-LENGTH.size :])
+    begin = len(data) - LENGTH.size - size
+    if begin < 0 or size % ROW.itemsize:
+        raise IntegrityError("the fingerprints of the snapshot are cut off")
+    return data[:begin], data[begin : begin + size]
+
+
+def check_restored(encoded: bytes, written: Sequence[tuple[int, torch.Tensor, str]]) -> int:
+    """Compare kept fingerprints with tensors on devices. Returns how many were; raises IntegrityError by path.
+
+    `written`: (offset in the payload, flat bytes on a device, path).
+    """
+    spans: dict[torch.device, list[tuple[torch.Tensor, bytes, str]]] = {}
+    ordered = sorted(written, key=lambda one: one[0])
+    starts = np.array([start for start, _, _ in ordered], dtype=np.int64)
+    rows = np.frombuffer(encoded, dtype=ROW)
+    for row, index in zip(
+        rows, np.searchsorted(starts, rows["offset"].astype(np.int64), side="right") - 1, strict=True
+    ):
+        if index < 0:
+            continue
+        start, flat, path = ordered[index]
+        begin, size = int(row["offset"]) - start, int(row["size"])
+        if begin + size <= flat.numel():
+            spans.setdefault(flat.device, []).append((flat[begin : begin + size], row["print"].tobytes(), path))
+    for device, found in spans.items():
+        prints = FingerprintBatch([span for span, _, _ in found]).run().cpu().numpy()
+        for one, (_, expected, path) in zip(prints, found, strict=True):
+            if one.tobytes() != expected:
+                raise IntegrityError(f"{path} on {device} is not what was captured: its fingerprint differs")
+    return sum(len(found) for found in spans.values())
