@@ -8,6 +8,9 @@ the arithmetic of the code, the sum over all nodes is zero unless somebody's rep
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
 
 import xxhash
 
@@ -22,11 +25,17 @@ from keepstep.parity.fingerprint import FINGERPRINT_BYTES, fingerprint
 MAX_PATHS = 64
 
 
-def class_digests(book: Book) -> tuple[ClassDigest, ...]:
+class Over(Protocol):
+    """`map`, or that of a pool of threads."""
+
+    def __call__(self, work: Callable[[Stored], bytes], stored: tuple[Stored, ...], /) -> Iterable[bytes]: ...
+
+
+def class_digests(book: Book, over: Over = map) -> tuple[ClassDigest, ...]:
     """Of everything in one slot that other nodes have too."""
     whole = _whole(book)
     shared = [stream for stream in book.layout.streams if stream.mode != FULL]
-    coded = [ClassDigest(stream.class_id, _sum_of_share(book, stream), stream.n) for stream in shared]
+    coded = [ClassDigest(stream.class_id, _sum_of_share(book, stream, over), stream.n) for stream in shared]
     return tuple(sorted([*whole, *coded], key=lambda one: one.class_id))
 
 
@@ -55,16 +64,17 @@ def _whole(book: Book) -> list[ClassDigest]:
     return [ClassDigest(class_id, value.to_bytes(DIGEST_BYTES, "little")) for class_id, value in total.items()]
 
 
-def _sum_of_share(book: Book, stream: Stream) -> bytes:
+def _sum_of_share(book: Book, stream: Stream, over: Over) -> bytes:
     """One sum for each row of the code: parity there equals the combination of the data it was made from.
 
     Every stripe has weights of its own, or the same fault in two stripes would cancel out.
     """
     k = stream.n - stream.m
     sums = [bytes(FINGERPRINT_BYTES)] * stream.m
-    for one in stream.stored():
+    stored = stream.stored()
+    for one, found in zip(stored, over(partial(_read, book), stored), strict=True):
         stripe, source = (one.row, -1) if one.chunk < 0 else divmod(one.chunk, k)
-        weighted = _times(_weights(stripe), _read(book, one))
+        weighted = _times(_weights(stripe), found)
         for row in range(stream.m):
             if source >= 0:
                 factor = coefficients(stream.m, row, k)[source]

@@ -105,7 +105,7 @@ class Work:
         log.debug("sealed %s: %d bytes in %.3f s", trainer.version, snapshot_bytes(trainer), time.monotonic() - started)
         return e.SlotSealed(
             arena.arena_id, effect.slot, trainer.version, trainer.rank, trainer.world_size,
-            trainer.local_world_size, snapshot_bytes(trainer), shares=_shares(arena, effect.slot),
+            trainer.local_world_size, snapshot_bytes(trainer), shares=self._shares(arena, effect.slot),
         )  # fmt: skip
 
     def _verify(self, arena: Arena, effect: e.VerifySlot) -> e.SlotVerified:
@@ -113,6 +113,12 @@ class Work:
 
     def _seal_slot(self, arena: Arena, slot: int, version: Version) -> SealedSlot:
         return checksum.seal(arena, slot, version, cancelled=self._ending.is_set, over=self._hands.map)
+
+    def _shares(self, arena: Arena, slot: int) -> tuple[ClassDigest, ...]:
+        try:
+            return class_digests(open_book(arena, slot), self._hands.map)
+        except (OSError, Error):  # written again meanwhile: whoever asks for the version finds out
+            return ()
 
     def _problem(self, arena: Arena, slot: int) -> str:
         try:
@@ -198,13 +204,6 @@ def _together(found: list[AuditAnswer]) -> AuditAnswer:
         return AuditAnswer()
     units = tuple(unit for one in found for unit in one.units)
     return AuditAnswer(found[0].n, found[0].m, units, found[0].paths)
-
-
-def _shares(arena: Arena, slot: int) -> tuple[ClassDigest, ...]:
-    try:
-        return class_digests(open_book(arena, slot))
-    except (OSError, Error):  # written again meanwhile: whoever asks for the version finds out
-        return ()
 
 
 def _unsealed(arena: Arena, effect: e.SealSlot, version: Version) -> e.SlotSealed:

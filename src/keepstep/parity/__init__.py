@@ -6,5 +6,6 @@ placement    pure: who protects whom, which chunk travels in which stripe, what 
 fingerprint  16 bytes of a chunk that obey the same arithmetic, so that parity can be audited without the data
 backend      who does the arithmetic on bytes: isal (ctypes), or plain (numpy) where there is no ISA-L
 buffers      addresses of Python buffers, held for as long as native code uses them
-device       the same bits with torch, on CPU and CUDA; the only file here that knows torch, and no other imports it
+device       the same bits on tensors, on CPU and CUDA: with kernels, the only file here that knows torch
+kernels      Triton, for CUDA; reached through device only
 """

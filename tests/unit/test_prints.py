@@ -1,0 +1,121 @@
+"""Fingerprints at the source, where they land, and after a restore; on the CPU, with the bits of a device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from keepstep.errors import IntegrityError
+from keepstep.trainer.gather import gather
+from keepstep.trainer.prints import ROW, Prints, check_restored, frame, unframe
+from keepstep.trainer.units import Unit
+
+SIZES = (9 << 20, 100, 5_000_001, 4 << 20)
+
+
+def laid_out(sizes: tuple[int, ...] = SIZES) -> tuple[list[Unit], torch.Tensor]:
+    """Units with random bytes, and a payload that they have landed in."""
+    torch.manual_seed(1)
+    units: list[Unit] = []
+    offset = 0
+    nobody: Any = None
+    for number, size in enumerate(sizes):
+        source = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        units.append(Unit(source, offset, size, f"tensor {number}", frozenset({number % 2}), nobody))
+        offset += -(-size // 64) * 64
+    payload = torch.zeros(offset, dtype=torch.uint8)
+    for unit in units:
+        payload[unit.offset : unit.offset + unit.size_bytes] = unit.source
+    return units, payload
+
+
+def taken(units: list[Unit], *, whole: bool = True, seed: int = 0) -> Prints:
+    prints = Prints(units, random.Random(seed), whole=whole)
+    prints.take()
+    return prints
+
+
+def test_what_landed_and_stayed_is_not_accused() -> None:
+    units, payload = laid_out()
+    for whole in (True, False):
+        prints = taken(units, whole=whole)
+        assert prints.changed_on_the_way(payload) is None
+        assert prints.changed_at_source({0, 1}) is None
+
+
+def test_one_bit_anywhere_on_the_way_is_found_and_named() -> None:
+    units, payload = laid_out()
+    prints = taken(units)
+    for unit in units:
+        for at in (0, unit.size_bytes // 2, unit.size_bytes - 1):
+            payload[unit.offset + at] ^= 16
+            assert prints.changed_on_the_way(payload) is unit
+            payload[unit.offset + at] ^= 16
+
+
+def test_bytes_between_units_do_not_matter() -> None:
+    units, payload = laid_out()
+    payload[units[1].offset + units[1].size_bytes] ^= 1
+    assert taken(units).changed_on_the_way(payload) is None
+
+
+def test_change_at_the_source_counts_against_the_optimizers_that_are_asked_for() -> None:
+    units, _ = laid_out()
+    prints = taken(units)
+    units[2].source[4_999_999] ^= 1
+    assert prints.changed_at_source({1}) is None
+    prints = taken(units)
+    units[2].source[4_999_999] ^= 1
+    assert prints.changed_at_source({0}) is units[2]
+
+
+def test_chunks_are_drawn_anew_each_time_so_that_all_are_seen() -> None:
+    units, payload = laid_out((64 * (4 << 20),))
+    payload[5] ^= 1
+    rng = random.Random(3)
+    found = 0
+    for _ in range(400):
+        prints = Prints(units, rng, whole=False)
+        prints.take()
+        found += prints.changed_on_the_way(payload) is not None
+    assert 1 <= found <= 30, "one chunk of sixty-four"
+
+
+def test_kept_prints_find_a_wrong_bit_after_a_restore() -> None:
+    units, _ = laid_out()
+    kept = taken(units).encode()
+    values, found = unframe(b"values" + frame(kept, 1 << 20))
+    assert (values, found) == (b"values", kept)
+    restored = [(unit.offset, unit.source.clone(), unit.path) for unit in units]
+    assert check_restored(kept, restored) == sum(-(-size // (4 << 20)) for size in SIZES)
+    assert check_restored(kept, restored[1:3]) == 3, "what is not on a device is not looked at"
+    restored[2][1][17] ^= 1
+    with pytest.raises(IntegrityError, match=r"tensor 2 .* is not what was captured"):
+        check_restored(kept, restored)
+
+
+def test_prints_that_do_not_fit_are_left_out_and_cut_ones_refused() -> None:
+    units, _ = laid_out()
+    kept = taken(units).encode()
+    assert frame(kept, 7) == b""
+    assert unframe(b"v" + frame(kept, 8 + 3 * ROW.itemsize + 1))[1] == kept[: 3 * ROW.itemsize]
+    for broken in (b"", b"\xff" * 8, b"\x05" + bytes(7)):
+        with pytest.raises(IntegrityError, match="cut off"):
+            unframe(broken)
+
+
+def test_small_tensors_are_gathered_as_they_lie_in_the_payload() -> None:
+    units, payload = laid_out((64, 4, 100, 8, 1))
+    apart = units[:3] + units[4:]
+    landed = torch.zeros_like(payload)
+    runs = gather(apart)
+    assert [run.offset for run in runs] == [0, units[4].offset]
+    for run in runs:
+        run.leave(landed)
+    for unit in apart:
+        span = slice(unit.offset, unit.offset + unit.size_bytes)
+        assert torch.equal(landed[span], payload[span])
+    assert not landed[units[3].offset : units[3].offset + 8].any()
