@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -48,6 +49,8 @@ REDUCTION = field.POLYNOMIAL & 0xFF
 TRITON_VARIABLE = "KEEPSTEP_TRITON"
 
 log = logging.getLogger("keepstep")
+
+_deciding = threading.Lock()
 
 
 class Part(NamedTuple):
@@ -168,7 +171,8 @@ class FingerprintBatch:
         """Those of `cuts` come first."""
         self._spans, self._cuts = [_parts(span) for span in spans], cuts
         tensors = [part.source for parts in self._spans for part in parts]
-        self._device = _device_of([*tensors, *(cuts.tensors if cuts is not None else ())])
+        cut = [cuts.tensors[index] for index in cuts.which[:1]] if cuts is not None else []
+        self._device = _device_of([*tensors, *cut])
         for parts in self._spans:
             _check_parts(parts, CHUNK_BYTES, self._device)
         kernels = _kernels(self._device)
@@ -228,10 +232,18 @@ def fingerprint_words(data: Tensor) -> Tensor:
     return torch.cat([_fingerprints(part) for part in parts]) if parts else data.new_zeros(0, FINGERPRINT_BYTES)
 
 
-@lru_cache(maxsize=64)
 def _kernels(device: torch.device) -> ModuleType | None:
-    """The kernels, where they can be believed. Decided once for each device, by a test that waits for it."""
-    if device.type != "cuda" or os.environ.get(TRITON_VARIABLE, "") == "0":
+    """The kernels, where they can be believed."""
+    if device.type != "cuda":
+        return None
+    with _deciding:  # who comes second waits for the first, in place of compiling all of it again
+        return _decide(device)
+
+
+@lru_cache(maxsize=64)
+def _decide(device: torch.device) -> ModuleType | None:
+    """Once for each device, by a test that waits for it."""
+    if os.environ.get(TRITON_VARIABLE, "") == "0":
         return None
     try:
         from keepstep.parity import kernels

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from keepstep.arena.segment import Mapping as SegmentMap
 from keepstep.arena.slots import Arena
 from keepstep.config import Config, resolve
 from keepstep.errors import CaptureError, ConfigError, IntegrityError
+from keepstep.parity import device as parity
 from keepstep.protocol import (
     ArenaNeed,
     Committed,
@@ -118,6 +120,7 @@ class Snapshotter:
         """
         self._check_open()
         started = time.monotonic()
+        self._warm_up()
         answer, fds = self._link.request(WantRestore(), RestoreFrom, timeout_s=self.config.keeper.restore_s)
         restored = None
         if answer.version is not None:
@@ -161,6 +164,14 @@ class Snapshotter:
             duration_s=time.monotonic() - started, bytes=answer.size_bytes, plan=tuple(answer.plan),
             _set_rng=random_states.set,
         )  # fmt: skip
+
+    def _warm_up(self) -> None:
+        """Kernels take a second or two to load: meanwhile the keeper looks through what it has."""
+        modules = [item.thing for item in self._items.of(MODULE)]
+        devices = {parameter.device for module in modules for parameter in module.parameters()}
+        for device in devices:
+            if device.type == "cuda":
+                threading.Thread(target=parity.warm_up, args=(device, 1, 1), name="keepstep-warm", daemon=True).start()
 
     def _rehearse(self, rehearsal: Callable[[], object]) -> None:
         rehearsal()
