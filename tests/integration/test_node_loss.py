@@ -100,7 +100,7 @@ def test_flipped_bit_in_a_share_is_found_by_the_code_and_its_node_may_still_be_l
         assert "ddp_model.module.0.weight" in problem
         assert ": rank 1 differs" in problem
         # Protected per rank from then on. Versions before it may hold the other replicas' bytes for all of them.
-        found_at = job.cluster.status(0).complete_step or 0
+        found_at = job.cluster.status(0).step or 0
         job.wait_protected(found_at + 4)
         job.lose(1)
         assert step_rebuilt_from_parity(job, ["node0", "node1b", "node2", "node3"]) > flip
