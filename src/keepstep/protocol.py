@@ -80,8 +80,8 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0
     arena_id: str = ""
     """the arena that a trainer which comes back is writing: not always the newest one of its rank"""
-    met: bool = False
-    """the trainers agreed among themselves: there is no launcher that holds this node's memory"""
+    no_holder: bool = False
+    """no launcher agreed on the incarnation: there is none that holds this node's memory and gives it back"""
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True):

@@ -14,8 +14,6 @@ from collections import Counter
 import pytest
 from lives import Expectation, Job, Zygote, job, within
 
-from keepstep.testing.run import alive
-
 # About six megabytes are copied behind `take`; at this rate that lasts most of a step.
 PACE_S = 0.03
 RATE = {"KEEPSTEP_TAKE_RATE_BYTES_S": str(240_000_000)}
@@ -36,13 +34,16 @@ def kill_again_and_again(run: Job, *, kills: int, budget_s: float, seed: int) ->
             trainers.wait_for("restored")
             time.sleep(rng.uniform(0.0, 8 * PACE_S))
         assert set(trainers.codes()) == {None}, f"a trainer ended by itself\n{trainers.text()}"
-        # Sometimes one rank lives on into the next life: that is the keeper's to fence.
-        victims = list(range(run.world)) if rng.random() < 0.8 else [rng.randrange(run.world)]
+        # Sometimes one rank lives on into the next life: that is the keeper's to fence, which knows who registered.
+        everybody = list(range(run.world))
+        victims = everybody if rng.random() < 0.8 else [rng.randrange(run.world)]
+        if len(trainers.events("open")) < run.world:
+            victims = everybody
         trainers.kill(ranks=victims)
-        restored = run.check(trainers, expect)
+        restored = run.check(trainers, expect, killed=victims)
         if restored is not None:
-            dead = [pid for life in run.lives[:-1] for pid in life.pids if alive(pid)]
-            assert not dead, f"trainers {dead} of older lives are not fenced"
+            zombies = [pid for life in run.lives[:-1] for pid in life.living()]
+            assert not zombies, f"trainers {zombies} of older lives are not fenced"
         seen["kills"] += 1
         seen["of one rank only"] += len(victims) < run.world
         if restored is None:

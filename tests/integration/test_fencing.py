@@ -224,7 +224,7 @@ def test_two_jobs_with_the_default_id_of_torchrun_do_not_see_each_other(tmp_path
 
 
 def test_a_trainer_of_an_older_incarnation_is_refused(run: LocalRun) -> None:
-    register = p.Register(0, 1, 0, 1, Incarnation(5, 1), "", 0, 1, 2, -1)
+    register = p.Register(0, 1, 0, 1, Incarnation(5, 1), "", 0, 1, 2, -1, no_holder=True)
     with contextlib.closing(KeeperClient(run.identity, "trainer")) as client:
         assert client.request(register, p.Registered, timeout_s=10)[0].incarnation == Incarnation(5, 1)
         for older in (Incarnation(4, 9), Incarnation(5, 2)):

@@ -116,7 +116,7 @@ def node() -> Iterator[Node]:
         with contextlib.suppress(KeeperError):
             made.ask(Release(force=True), Done)
         wait_until(lambda: not any(exists(pid) for pid in made.keepers))
-        wait_until(lambda: not list(base.rglob("*")))
+        wait_until(lambda: not any(base.iterdir()))
         base.rmdir()
 
 

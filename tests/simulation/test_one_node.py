@@ -2,7 +2,8 @@
 
 Actions are drawn at random: a trainer takes, finishes or voids a copy, a message arrives late, a slot is
 sealed, trainers are killed and restarted, the keeper is killed and adopts what others hold, a slot is
-damaged. After every action the rules are checked:
+damaged. In every other world a launcher agrees on the incarnations and gives back what it holds, arena by
+arena, while new trainers may be registering. After every action the rules are checked:
 
     1  once a version was called complete there is always one at least as new whose slots are whole
     2  what is restored is the same version on all ranks, and not older than the last one called complete
@@ -66,6 +67,8 @@ class World:
     def __init__(self, seed: int, ranks: int, slots: int) -> None:
         self.random = random.Random(seed)
         self.ranks, self.slots = ranks, slots
+        self.launcher = bool(seed % 2)
+        self.to_give_back: list[e.Event] = [e.LauncherSeen(1)] if self.launcher else []
         self.arenas: dict[str, FakeArena] = {}
         self.trainers: dict[int, FakeTrainer] = {}
         self.work: list[e.Effect] = []
@@ -161,11 +164,15 @@ class World:
         self.trainers = {i: FakeTrainer(i, next(self.ids), next(self.ids)) for i in range(self.ranks)}
         self.restored: dict[int, Version | None] = {}
         told = self.told
+        agreed = Incarnation(self.round, self.random.getrandbits(63)) if self.launcher else None
         for trainer in self.trainers.values():
+            self.give_back(self.random.randrange(3))
             register = Register(
-                trainer.index, self.ranks, trainer.index, self.ranks, None, f"round{self.round}", 0, 1, self.slots, -1
-            )
+                trainer.index, self.ranks, trainer.index, self.ranks, agreed, f"round{self.round}", 0, 1, self.slots,
+                -1, no_holder=not self.launcher,
+            )  # fmt: skip
             self.tell(e.TrainerRegisters(trainer.conn, trainer.pid, True, register, self.random.getrandbits(63)))
+        self.give_back()
         while self.work:
             self.do_work()
         for trainer in self.trainers.values():
@@ -190,20 +197,16 @@ class World:
 
     def kill_keeper(self) -> None:
         """A new core knows only what the arenas say and what trainers repeat."""
-        self.work.clear()
-        self.core = Core(Limits(lease_s=1e9))
+        self._new_core()
         living = [t for t in self.trainers.values() if t.alive]
-        if not living:
-            self.core = self.core  # the launcher gives everything back
-        for arena in self.arenas.values():
-            self.tell(self.describe(arena))
+        self.give_back()
         self.random.shuffle(living)
         for trainer in living:
             trainer.conn = next(self.ids)
             trainer.outbox.clear()  # what was on its way is lost; the last word is said again
             register = Register(
                 trainer.index, self.ranks, trainer.index, self.ranks, trainer.incarnation, f"round{self.round}", 0, 1,
-                self.slots, trainer.progress, rejoin=True,
+                self.slots, trainer.progress, rejoin=True, no_holder=not self.launcher,
             )  # fmt: skip
             self.tell(e.TrainerRegisters(trainer.conn, trainer.pid, True, register, self.random.getrandbits(63)))
             if trainer.last_word is not None:
@@ -295,8 +298,26 @@ class World:
         self.check()
 
     def kill_both(self) -> None:
-        self.kill_keeper()
+        if self.launcher and self.random.random() < 0.5:  # no old trainer comes back, and new ones may be there first
+            self._new_core()
+            for trainer in self.trainers.values():
+                trainer.alive = False
+        else:
+            self.kill_keeper()
         self.restart()
+
+    def _new_core(self) -> None:
+        self.work.clear()
+        self.core = Core(Limits(lease_s=1e9))
+        self.to_give_back = [self.describe(arena) for arena in self.arenas.values()]
+        self.random.shuffle(self.to_give_back)
+        if self.launcher:
+            self.to_give_back.append(e.LauncherSeen(1))
+
+    def give_back(self, count: int = 1_000_000) -> None:
+        """So much of what the new keeper lacks; the launcher's word comes last."""
+        for _ in range(min(count, len(self.to_give_back))):
+            self.tell(self.to_give_back.pop(0))
 
     def hear(self, trainer: FakeTrainer) -> None:
         self.tell(trainer.outbox.pop(0))

@@ -12,16 +12,16 @@ from keepstep.protocol import Register
 from keepstep.types import Incarnation
 
 
-@pytest.mark.parametrize("met", [True, False])
-def test_only_a_launcher_that_holds_memory_is_waited_for(met: bool) -> None:
+@pytest.mark.parametrize("no_holder", [True, False])
+def test_only_a_launcher_that_holds_memory_is_waited_for(no_holder: bool) -> None:
     """Under plain torchrun the trainers of a replaced node once waited for a launcher's word that never came."""
     core = Core(Limits())
     register = Register(
         rank=3, world_size=4, local_index=0, local_world_size=1, incarnation=Incarnation(2, 5), label="",
-        launcher_pid=0, every=1, slots=2, progress=-1, met=met,
+        launcher_pid=0, every=1, slots=2, progress=-1, no_holder=no_holder,
     )  # fmt: skip
     core.handle(e.TrainerRegisters(1, 4321, True, register, 7), 0.0)
-    assert core.state == RESTORING
-    assert restoring.inventory_ready(core) is met
+    assert (core.state == RESTORING) is no_holder
     core.handle(e.LauncherSeen(99, alive=True), 0.0)
+    assert core.state == RESTORING
     assert restoring.inventory_ready(core)

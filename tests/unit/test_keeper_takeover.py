@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.arena.header import Grant, Ledger
+from keepstep.arena.header import Grant, Ledger, Progress
 from keepstep.errors import Error
 from keepstep.keeper import events as e
 from keepstep.keeper.core import Core
@@ -93,11 +93,21 @@ class Node:
     # What trainers do
 
     def register(
-        self, index: int, *, rejoin: bool = False, pid: int = 0, known: bool = True, arena_id: str = ""
+        self,
+        index: int,
+        *,
+        rejoin: bool = False,
+        pid: int = 0,
+        known: bool = True,
+        arena_id: str = "",
+        agreed: Incarnation | None = None,
+        label: str = "round",
     ) -> None:
+        """`agreed`: by a launcher that holds the memory too. Otherwise there is none."""
+        incarnation = agreed or (self.incarnation if known else None)
         register = Register(
-            index, self.ranks, index, self.ranks, self.incarnation if known else None, "round", 0, 1, 2,
-            self.progress[index], rejoin, 1, arena_id,
+            index, self.ranks, index, self.ranks, incarnation, label, 0, 1, 2,
+            self.progress[index], rejoin, 1, arena_id, no_holder=agreed is None,
         )  # fmt: skip
         self.do(e.TrainerRegisters(index, pid or 100 + index, True, register, 77))
 
@@ -158,12 +168,24 @@ class Node:
         self.seal()
         assert self.core.kept.complete == self.version(step)
 
-    def replace_keeper(self) -> None:
+    def replace_keeper(self, *, give_back: bool = True) -> None:
         """The keeper is killed; a new one adopts the arenas."""
         self.core = Core(Limits())
         self.stop_after, self.seals = None, []
-        for arena in self.arenas.values():
+        if give_back:
+            self.give_back(*self.arenas.values())
+
+    def give_back(self, *arenas: Paper) -> None:
+        for arena in arenas:
             self.do(self.described(arena))
+
+    def end_life(self, *, first_pid: int = 100) -> None:
+        for index in range(self.ranks):
+            self.do(e.ProcessDied(first_pid + index))
+
+    def restored(self) -> list[Version | None]:
+        """What all ranks are told, which are asked for nothing else."""
+        return [message.version for _, message in self.sent if isinstance(message, RestoreFrom)]
 
     def works(self, step: int) -> None:
         """Snapshots go on: the next takes lead to a complete version, whoever is still copying."""
@@ -472,3 +494,221 @@ def test_a_complete_version_is_told_again_to_a_rank_that_did_not_hear_it() -> No
     node.sent.clear()
     node.say_committed(0, 0, slot)
     assert (0, Complete(node.version(0))) in node.sent
+
+
+# What a new keeper does not have yet
+
+
+def test_nothing_is_planned_before_the_launcher_has_given_back_the_last_arena() -> None:
+    """New trainers come to an empty keeper first. With the arena of one rank alone every version lacks the others."""
+    for order in ((0, 1), (1, 0)):
+        node = Node(ranks=2)
+        node.start()
+        for step in (0, 1):
+            node.snapshot(step)
+        saved = node.version(1)
+        node.end_life()
+        node.replace_keeper(give_back=False)
+        node.sent.clear()
+        for index in range(2):
+            node.register(index, pid=200 + index, agreed=Incarnation(2, 5))
+        for index in order:
+            node.give_back(node.own(index))
+        node.do(e.LauncherSeen(99))
+        node.seal()
+        for index in range(2):
+            node.do(e.RestoreWanted(index, 2))
+        assert not [message for _, message in node.sent if isinstance(message, Refused)]
+        assert node.restored() == [saved, saved]
+
+
+def test_an_older_arena_that_is_given_back_first_is_not_what_is_restored() -> None:
+    """Its versions are whole and its ledger knows of no newer ones: nothing would tell that the job fell back."""
+    node = Node()
+    node.start()
+    node.snapshot(0)
+    old = dataclasses.replace(node.own(0), slots=list(node.own(0).slots))
+    node.progress[0] = 1
+    node.do(e.GrantVoid(0, node.version(1), "outgrown"))
+    node.do(e.ArenaWanted(0, 5, ArenaNeed(9, 9, 9), 2, 0))
+    node.works(2)
+    newest = node.core.kept.complete
+    assert newest is not None
+    assert old.arena_id not in node.arenas
+    node.end_life()
+    node.replace_keeper(give_back=False)
+    node.sent.clear()
+    node.register(0, pid=200, agreed=Incarnation(2, 5))
+    node.arenas[old.arena_id] = old  # its holder did not hear any more that it may go
+    node.give_back(old, node.own(0))
+    node.do(e.LauncherSeen(99))
+    node.seal()
+    node.do(e.RestoreWanted(0, 2))
+    assert node.restored() == [newest]
+
+
+def test_memory_of_a_trainer_that_comes_last_is_waited_for() -> None:
+    """No launcher holds it. Rank 1 had met the keeper that died, and rank 0 had not."""
+    node = Node(ranks=2)
+    node.start()
+    node.snapshot(0)
+    saved = node.version(0)
+    node.end_life()
+    node.register(1, pid=201, known=False, label="second")
+    node.replace_keeper(give_back=False)
+    node.sent.clear()
+    node.register(0, pid=200, known=False, label="second")
+    node.do(e.RestoreWanted(0, 2))
+    assert node.restored() == [], "decided before rank 1 could give anything back"
+    node.incarnation = Incarnation(2, 77)
+    node.give_back(*node.arenas.values())
+    node.register(1, pid=201, label="second")  # of a later life than the one that rank 0 began: that one is over
+    node.end_life(first_pid=200)
+    for index in range(2):
+        node.register(index, pid=300 + index, known=False, label="third")
+    node.seal()
+    for index in range(2):
+        node.do(e.RestoreWanted(index, 2))
+    assert node.restored() == [saved, saved]
+
+
+def test_a_life_that_began_with_too_low_a_number_ends_and_the_next_one_restores() -> None:
+    """What it saved would count as older than what it had restored."""
+    node = Node(ranks=2)
+    node.start()
+    for life in range(3):
+        node.snapshot(life)
+        node.end_life(first_pid=100 * (life + 1))
+        for index in range(2):
+            node.register(index, pid=100 * (life + 2) + index, known=False)
+        node.seal()
+        for index in range(2):
+            node.do(e.RestoreWanted(index, 2))
+            node.do(e.ArenaWanted(index, 3, NEED, 2, 0))
+            node.do(e.RankLoaded(index, 4, life))
+    node.snapshot(3)
+    saved = node.version(3)
+    node.end_life(first_pid=400)
+    node.replace_keeper(give_back=False)
+    node.sent.clear()
+    node.register(0, pid=500, known=False, label="second")
+    node.give_back(*node.arenas.values())  # by rank 1, which had heard of it and never registered
+    node.register(1, pid=501, known=False, label="second")
+    for index in range(2):
+        node.do(e.RestoreWanted(index, 2))
+    assert node.restored() == []
+    assert len([message for _, message in node.sent if isinstance(message, Refused)]) == 2
+    node.end_life(first_pid=500)
+    for index in range(2):
+        node.register(index, pid=600 + index, known=False, label="third")
+    node.seal()
+    for index in range(2):
+        node.do(e.RestoreWanted(index, 2))
+    assert node.restored() == [saved, saved]
+    assert node.core.incarnation > saved.incarnation
+
+
+def test_a_life_that_waits_while_memory_of_a_later_one_is_given_back_gets_a_larger_number() -> None:
+    node = Node()
+    node.start()
+    node.snapshot(0)
+    saved = Version(Incarnation(5, 5), 1)
+    later = dataclasses.replace(node.own(0), arena_id="later", slots=[("free", None), ("sealed", saved)], ledger=None)
+    node.replace_keeper(give_back=False)
+    node.do(dataclasses.replace(node.described(node.own(0)), writer=Progress(Incarnation(1, 77), 0, 100, 1)))
+    node.register(0, pid=200, known=False, label="second")  # waits for the end of process 100
+    node.arenas["later"] = later
+    node.give_back(later)
+    node.do(e.ProcessDied(100))
+    assert node.core.incarnation.number == 6
+    node.seal()
+    node.sent.clear()
+    node.do(e.RestoreWanted(0, 2))
+    assert node.restored() == [saved]
+
+
+def test_a_writer_that_is_known_only_from_what_the_launcher_gives_back_is_fenced() -> None:
+    node = Node()
+    node.start()
+    node.snapshot(0)
+    node.replace_keeper(give_back=False)
+    node.sent.clear()
+    node.register(0, pid=200, agreed=Incarnation(2, 5))
+    writer = Progress(Incarnation(1, 77), 0, 100, 1)
+    added = dataclasses.replace(node.described(node.own(0)), writer=writer)
+    assert e.Kill(100, "incarnation 2 begins") in node.core.handle(added, 0.0)
+    node.do(e.LauncherSeen(99))
+    assert not [message for _, message in node.sent if isinstance(message, Registered)], "it may still write"
+    node.do(e.ProcessDied(100))
+    assert [message for _, message in node.sent if isinstance(message, Registered)]
+
+
+def test_a_writer_that_cannot_be_killed_leaves_its_arena_though_the_new_keeper_never_met_it() -> None:
+    node = Node()
+    node.start()
+    node.snapshot(0)
+    saved = node.version(0)
+    node.replace_keeper(give_back=False)
+    writer = Progress(saved.incarnation, 0, 100, 1)
+    node.do(dataclasses.replace(node.described(node.own(0)), writer=writer))
+    node.do(e.LauncherSeen(99))
+    node.register(0, pid=200, agreed=Incarnation(2, 5))
+    for effect in node.core.handle(e.Tick(), node.core.limits.fence_s + 1):
+        node._carry_out(effect)
+    node.seal()
+    node.sent.clear()
+    node.do(e.RestoreWanted(0, 2))
+    assert node.restored() == [saved]
+    node.do(e.ArenaWanted(0, 3, NEED, 2, 0))
+    assert isinstance(node.sent[-1][1], ArenaGiven)
+    assert node.sent[-1][1].fresh, "a process that may still write into the old one"
+
+
+def test_trainers_that_die_while_their_life_waits_for_the_launcher_are_dead_in_it() -> None:
+    """They were thought to live: the next life waited for their end, and gave their memory up."""
+    node = Node(ranks=2)
+    node.start()
+    node.snapshot(0)
+    saved = node.version(0)
+    node.end_life()
+    node.replace_keeper(give_back=False)
+    for index in range(2):
+        node.register(index, pid=200 + index, agreed=Incarnation(2, 5))
+        assert node.core.lease_left_s() is None
+        node.do(e.ProcessDied(200 + index))
+    assert node.core.lease_left_s() is not None, "nobody is left that needs this keeper"
+    node.give_back(*node.arenas.values())
+    node.do(e.LauncherSeen(99))
+    node.seal()
+    node.sent.clear()
+    for index in range(2):
+        node.register(index, pid=300 + index, agreed=Incarnation(3, 6))
+    node.seal()
+    for index in range(2):
+        node.do(e.RestoreWanted(index, 2))
+    assert node.restored() == [saved, saved]
+
+
+def test_trainers_that_had_begun_go_on_where_one_of_them_comes_back_to_an_empty_keeper() -> None:
+    """Rank 0 had not heard yet that all were ready, and holds nothing; rank 1 writes its first snapshot."""
+    node = Node(ranks=2)
+    agreed = Incarnation(2, 5)
+    node.do(e.LauncherSeen(99))
+    for index in range(2):
+        node.register(index, agreed=agreed)
+    for index in range(2):
+        node.do(e.RestoreWanted(index, 2))
+        node.do(e.ArenaWanted(index, 3, NEED, 2, 0))
+    for index in range(2):
+        node.do(e.RankLoaded(index, 4, None))
+    slot = node.write(1, 0)
+    node.replace_keeper(give_back=False)
+    node.register(0, agreed=agreed)
+    node.give_back(*node.arenas.values())
+    node.register(1, agreed=agreed, rejoin=True, arena_id=node.own(1).arena_id)
+    node.do(e.LauncherSeen(99))
+    node.do(e.RankLoaded(0, 4, None))
+    node.commit(1, 0, slot)
+    node.commit(0, 0, node.write(0, 0))
+    node.seal()
+    assert node.core.kept.complete == Version(agreed, 0)

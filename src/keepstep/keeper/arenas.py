@@ -5,7 +5,7 @@ from __future__ import annotations
 from keepstep.arena.header import Ledger
 from keepstep.errors import KeeperError
 from keepstep.keeper import events as e
-from keepstep.keeper import snapshots
+from keepstep.keeper import members, snapshots
 from keepstep.keeper.node import COMMITTED, MAX_DAMAGED, ArenaState, Member, Node, Slot
 from keepstep.keeper.words import Orders, Outcome
 from keepstep.protocol import ArenaGiven, ArenaNeed
@@ -35,15 +35,16 @@ def arena_added(node: Node, event: e.ArenaAdded) -> None:
         for s in event.slots
     ]
     node.arenas[event.arena_id] = ArenaState(
-        event.arena_id, event.local_index, event.generation, event.size_bytes, event.capacity, slots
-    )
+        event.arena_id, event.local_index, event.generation, event.size_bytes, event.capacity, slots,
+        writer_pid=event.writer.pid if event.writer is not None else -1,
+    )  # fmt: skip
     member = node.members.get(event.local_index)
     if member is not None and event.ledger is None:
         _move_to(node, member, event.arena_id)
         node.write_ledger()
     _adopt_ledger(node, event)
     if event.writer is not None and all(m.pid != event.writer.pid for m in node.members.values()):
-        node.strangers[event.writer.pid] = event.writer.incarnation
+        members.stranger_found(node, event.writer.pid, event.writer.incarnation)
     if event.grant is not None:
         known = node.last_grant.get(event.local_index)
         if known is None or (known.incarnation, known.serial) < (event.grant.incarnation, event.grant.serial):

@@ -50,7 +50,8 @@ class Core(Node):
         return own
 
     def _watch_lease(self) -> None:
-        in_use = bool(self.launchers or self.strangers or self.opening) or any(m.alive for m in self.members.values())
+        in_use = bool(self.launchers or self.strangers) or any(m.alive for m in self.members.values())
+        in_use = in_use or (self.opening is not None and self.opening.wanted)
         in_use = in_use or (self.limits.sidecar and not self.arenas and not self.members)
         if in_use:
             self.lease_since = None

@@ -261,8 +261,10 @@ class Job:
             return
         reports = [view.report for view in self.views.values() if view.report is not None]
         followed = [r.orders for r in reports if r.orders is not None and r.orders.incarnation == self.incarnation]
-        if any(r.state == SERVING and not r.whole for r in reports):
-            return  # a rank that is not back yet may be writing under a grant that only it can name
+        # A rank that is not there yet may be writing under a grant that only it can name, or, where there is no other
+        # node, hold memory that nobody else has given back.
+        if any(not r.whole and (r.state == SERVING or len(self.views) == 1) for r in reports):
+            return
         rejoined = any(r.state == SERVING for r in reports)  # none serves before all are ready
         unknown = Orders(self.incarnation, 0, 0) if rejoined else None  # they came back without a ledger
         newest = max(followed, key=lambda orders: orders.order, default=unknown)
@@ -352,7 +354,7 @@ class Job:
 
     def _may_plan(self, now: float) -> bool:
         members = [view.report for view in self.views.values() if view.report is not None]
-        if any(r.inventory is None or not (r.whole or len(self.views) == 1) for r in members):
+        if any(r.inventory is None or not r.whole for r in members):
             return False
         silent = [v for v in self.sources.values() if v.report is None or v.report.inventory is None]
         return not silent or now - self.started_at >= self.terms.inventory_s
@@ -382,6 +384,13 @@ class Job:
             text = (
                 f"{made.version} was saved by {made.world_size} ranks, this job has {len(homes)}: "
                 "start with the same number of ranks, or give the state up with keepstep release"
+            )
+            made = Plan(None, (), made.reasons, text)
+        if made.version is not None and made.version.incarnation.number >= self.incarnation.number:
+            # What this life saves would count as older. The next one knows better.
+            text = (
+                f"{made.version} was given back when incarnation {self.incarnation.number} had begun: "
+                "the launcher restarts the job"
             )
             made = Plan(None, (), made.reasons, text)
         self.plan, self.plan_number = made, self.plan_number + 1

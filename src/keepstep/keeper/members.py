@@ -126,8 +126,7 @@ def _incarnation_of(node: Node, event: e.TrainerRegisters) -> Incarnation:
         fresh = all(m.alive and m.finished is None for m in node.members.values())
         if fresh and register.local_index not in node.members:
             return node.incarnation
-    largest = node.opening.incarnation.number if node.opening else node.incarnation.number
-    return Incarnation(largest + 1, event.nonce)
+    return Incarnation(node.largest_number + 1, event.nonce)
 
 
 def _open(node: Node, incarnation: Incarnation, event: e.TrainerRegisters) -> None:
@@ -153,11 +152,25 @@ def _open(node: Node, incarnation: Incarnation, event: e.TrainerRegisters) -> No
 def try_open(node: Node) -> None:
     if node.opening is None:
         return
+    if node.awaits_launcher(node.opening.incarnation, [event.register for event in node.opening.waiting]):
+        return  # whom to fence is known from what it gives back
     if node.zombies and node.now < node.opening.deadline:
         return
     if node.zombies:
         _abandon_arenas(node)
     opening, node.opening = node.opening, None
+    if node.incarnation.number >= opening.incarnation.number:
+        # The memory that was given back meanwhile says so: a keeper before this one has opened it, or a later one.
+        node.state = WAITING
+    else:
+        _begin_life(node, opening)
+    for event in opening.waiting:
+        register(node, event)
+    for pid in sorted(opening.dead):
+        died(node, e.ProcessDied(pid))
+
+
+def _begin_life(node: Node, opening: Opening) -> None:
     node.incarnation, node.label = opening.incarnation, opening.label
     for request in node.restore_requests:
         node.refuse(request.conn, request.ticket, KeeperError("a newer incarnation has begun"))
@@ -168,14 +181,23 @@ def try_open(node: Node) -> None:
     node.last_grant.clear()
     node.early.clear()
     _reclaim_slots(node)
-    for event in opening.waiting:
-        register(node, event)
+
+
+def stranger_found(node: Node, pid: int, life: Incarnation) -> None:
+    """A living trainer that this keeper knows only from the memory it writes. One of an older life is fenced."""
+    opening = node.opening
+    if opening is None or life.number >= opening.incarnation.number:
+        node.strangers[pid] = life
+    elif pid not in node.zombies and all(event.pid != pid for event in opening.waiting):
+        node.zombies.add(pid)
+        opening.deadline = max(opening.deadline, node.now + node.limits.fence_s)
+        node.do(e.Kill(pid, f"incarnation {opening.incarnation.number} begins"))
 
 
 def _abandon_arenas(node: Node) -> None:
     stuck = {member.index for member in node.members.values() if member.pid in node.zombies}
     for arena in node.arenas.values():
-        if arena.local_index in stuck:
+        if arena.local_index in stuck or arena.writer_pid in node.zombies:
             arena.evidence = True
     node.problem(f"trainers {sorted(node.zombies)} could not be killed: their ranks get new arenas")
     node.zombies.clear()
@@ -218,12 +240,15 @@ def launcher_seen(node: Node, event: e.LauncherSeen) -> None:
     if event.alive:
         node.launchers.add(event.pid)
     node.launcher_reported = True
+    try_open(node)
 
 
 def died(node: Node, event: e.ProcessDied) -> None:
     node.launchers.discard(event.pid)
     node.zombies.discard(event.pid)
     node.strangers.pop(event.pid, None)
+    if node.opening is not None and any(waiting.pid == event.pid for waiting in node.opening.waiting):
+        node.opening.dead.add(event.pid)
     for member in node.members.values():
         if member.pid == event.pid and member.alive:
             member.alive = False

@@ -93,10 +93,7 @@ def _greet(keeper: Keeper, connection: Connection, hello: Hello) -> None:
         keeper.send(connection, Refused(type(error).__name__, error.message, error.hint, hello.ticket))
         return
     connection.role = hello.role
-    largest = max(
-        [keeper.core.incarnation.number, *([keeper.core.opening.incarnation.number] if keeper.core.opening else [])]
-    )
-    keeper.send(connection, Welcome(keeper.instance, os.getpid(), largest, hello.ticket))
+    keeper.send(connection, Welcome(keeper.instance, os.getpid(), keeper.core.largest_number, hello.ticket))
     if connection.role != "cli":
         keeper.offer_holds()
 

@@ -64,6 +64,8 @@ class ArenaState:
     slots: list[Slot]
     evidence: bool = False
     """a trainer that cannot be killed may still write into it: nothing new goes there"""
+    writer_pid: int = -1
+    """of the living trainer that was writing it when it was adopted"""
 
 
 @dataclass
@@ -91,6 +93,13 @@ class Opening:
     label: str
     deadline: float
     waiting: list[e.TrainerRegisters] = field(default_factory=list)
+    dead: set[int] = field(default_factory=set)
+    """who of them has died since, by pid"""
+
+    @property
+    def wanted(self) -> bool:
+        """One of those who wait for it lives."""
+        return any(event.pid not in self.dead for event in self.waiting)
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,7 @@ class Node:
         """what ranks said of a grant that this keeper has not taken up yet"""
         self.ledger_serial = 0
         self.launcher_reported = False
-        """a launcher has given back what it held: from then on an empty inventory means that there is nothing"""
+        """a launcher has given back what it held, if anything: from then on this keeper has all that is left"""
         self.lease_since: float | None = None
         self.orphaned_since: float | None = None
         self.last_grant: dict[int, Grant] = {}
@@ -195,6 +204,18 @@ class Node:
         """The arena that rank writes now: the newest one that is not evidence."""
         mine = [a for a in self.arenas.values() if a.local_index == index and not a.evidence]
         return max(mine, key=lambda a: a.generation, default=None)
+
+    @property
+    def largest_number(self) -> int:
+        """Of all incarnations known here, also of those whose memory was given back too late to count."""
+        numbers = [self.incarnation.number, self.opening.incarnation.number if self.opening is not None else 0]
+        numbers += [s.version.incarnation.number for a in self.arenas.values() for s in a.slots if s.version]
+        return max(numbers)
+
+    def awaits_launcher(self, incarnation: Incarnation, trainers: list[Register]) -> bool:
+        """This keeper may be a new one, and a launcher that holds all the memory has not given back the last of it."""
+        holds = any(register.incarnation is not None and not register.no_holder for register in trainers)
+        return holds and incarnation.number > 1 and not self.launcher_reported
 
     def whole(self) -> bool:
         """All local ranks of this incarnation have registered."""

@@ -106,8 +106,10 @@ def _problems(core: Core, complete: Version | None) -> list[str]:
             )
     if core.state in (RESTORING, SERVING) and core.members and core.job is None and core.membership is None:
         found.append("this node was not told the other nodes of the job: nothing is granted")
-    if core.state == FENCING:
+    if core.state == FENCING and core.zombies:
         found.append("waiting for trainers of an older incarnation to die")
+    elif core.state == FENCING:
+        found.append("waiting for the launcher to give back what it holds")
     return found
 
 

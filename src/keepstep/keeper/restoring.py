@@ -39,9 +39,7 @@ def inventory_ready(node: Node) -> bool:
     """All that was committed is sealed, and whoever may hold what this keeper lost has spoken."""
     if any(s.state == COMMITTED for a in node.arenas.values() for s in a.slots):
         return False
-    agreed = any(m.register.incarnation is not None and not m.register.met for m in node.members.values())
-    missing = agreed and not node.arenas and node.incarnation.number > 1 and not node.launcher_reported
-    return not missing
+    return not node.awaits_launcher(node.incarnation, [member.register for member in node.members.values()])
 
 
 def take_plan(node: Node, order: RestoreOrder) -> None:

@@ -432,9 +432,8 @@ class Keeper:
         card = self.open_network().card
         core = self.core
         membership = core.membership
-        number = max([core.incarnation.number, *([core.opening.incarnation.number] if core.opening else [])])
         return CardIs(
-            card, number, list(membership.nodes) if membership else [],
+            card, core.largest_number, list(membership.nodes) if membership else [],
             membership.incarnation.number if membership else 0, bool(self.arenas), ticket,
             membership.secret if membership else b"",
         )  # fmt: skip

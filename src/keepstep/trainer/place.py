@@ -72,7 +72,7 @@ def registration(config: Config, place: Place, met: Met | None = None) -> Regist
         rank=place.rank, world_size=place.world_size, local_index=place.local_index,
         local_world_size=place.local_world_size, incarnation=incarnation,
         label=label, launcher_pid=os.getppid() if launched else 0, every=config.every, slots=config.arena.slots,
-        progress=-1, met=met is not None,
+        progress=-1, no_holder=not given,
     )  # fmt: skip
 
 
