@@ -18,7 +18,7 @@ from keepstep import Config, IntegrityError, RecoveryError, Snapshotter, Survive
 from keepstep import layout as layouts
 from keepstep.arena.chunks import chunk_spans, read_table
 from keepstep.arena.slots import DIGEST_BYTES, Arena
-from keepstep.config import ParityConfig, TakeConfig
+from keepstep.config import ArenaConfig, ParityConfig, TakeConfig
 from keepstep.keeper.audit import answer, class_digests
 from keepstep.keeper.comparing import Comparison, Verdict, odd_class
 from keepstep.keeper.shelf import Book, open_book
@@ -241,6 +241,23 @@ def test_optimizer_waits_for_stream_copies_that_read_what_it_writes(
         assert set(reached) == {Survives.PROCESS}
         assert not any(watched.distrusted for watched in snapshots._fence.watched)
         snapshots.close(finished=True)
+
+
+def test_no_snapshot_begins_while_the_one_before_still_reads_live_tensors(
+    run: LocalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_state()
+    take_config = TakeConfig(budget_ms=10_000, rate_bytes_s=40 << 20)
+    snapshots = begin(state, Config(arena=ArenaConfig(slots=3), take=take_config))
+    snapshots.restore()
+    train(state)
+    first = snapshots.take(0)
+    assert not first.done()
+    # Without a step in between its fence is not trusted: copied at once, it would leave nobody to wait for the first.
+    assert "still being copied" in snapshots.take(1).reason
+    train(state)
+    assert first.wait(timeout_s=30) is Survives.PROCESS
+    snapshots.close(finished=True)
 
 
 # Parts of it on other ranks

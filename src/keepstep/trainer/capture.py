@@ -117,8 +117,14 @@ class Capture:
         return flying[-1] if flying else None
 
     def is_full(self, num_slots: int) -> bool:
-        """Whether the next one must wait: a slot is being written, one is complete, and there is no third."""
-        return len(self._flying) >= (1 if num_slots < 3 else 2)
+        """Whether the next one must wait: there is no third slot, or what is copied now still reads live tensors.
+
+        An optimizer waits for the newest snapshot only.
+        """
+        current = self.current
+        if current is None:
+            return False
+        return num_slots < 3 or len(self._flying) > 1 or any(gate.open for gate in current.gates.values())
 
     # On the caller's thread
 

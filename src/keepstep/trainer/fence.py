@@ -37,12 +37,13 @@ class Gate:
         """set when an optimizer waits: rate caps and extra checks stop"""
         self.broken = ""
         self.overtake: list[Callable[[], None]] = []
-        """for each device: clone what has not left yet, and let it wait for copies that still read"""
+        """for each device: let it wait for what still reads"""
+        self._told = False
 
     @property
     def open(self) -> bool:
-        """Whether copies may still read: on a device they do after they were queued."""
-        return bool(self.overtake) or not self.passed.is_set()
+        """Whether something may still read what the optimizer has not been told to wait for."""
+        return not (self.passed.is_set() and (self._told or not self.overtake))
 
     def wait(self) -> float:
         """Block until the copies no longer read; returns the seconds that it took."""
@@ -59,6 +60,7 @@ class Gate:
             return waited
         for overtake in self.overtake:
             overtake()
+        self._told = True
         return waited
 
 
