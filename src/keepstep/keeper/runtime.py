@@ -35,7 +35,7 @@ from keepstep.keeper.core import Core
 from keepstep.keeper.lease import BACKLOG, Post
 from keepstep.keeper.network import Network
 from keepstep.keeper.node import Limits
-from keepstep.keeper.streams import find_streams
+from keepstep.keeper.streams import Found, find_streams
 from keepstep.protocol import (
     MAX_FDS,
     ArenaGiven,
@@ -55,6 +55,7 @@ STATUS_S = 5.0
 # A connection that does not say who it is within this time is closed.
 HELLO_S = 10.0
 BREATH_S = 0.01
+READ_ATTEMPTS = 3
 
 log = logging.getLogger("keepstep.keeper")
 
@@ -313,8 +314,7 @@ class Keeper:
     def _hand_over(self, conn: e.Conn, answer: RestoreFrom) -> None:
         """Give a rank its snapshot, with the chunks of replicated state wherever they lie; fetched, if need be."""
         try:
-            gathered = self.network.gathered if self.network is not None else None
-            found = find_streams(self.arenas, answer, gathered)
+            found = self._find_streams(answer)
         except (OSError, Error) as error:
             self.send(self.connections.get(conn), Refused("RecoveryError", str(error), "", answer.ticket))
             return
@@ -330,6 +330,14 @@ class Keeper:
             return
         message = msgspec.structs.replace(answer, streams=found.sources)
         self.send(self.connections.get(conn), message, found.fds)
+
+    def _find_streams(self, answer: RestoreFrom) -> Found:
+        """Again when the machine fails: a rank that is refused now is a life that is lost."""
+        gathered = self.network.gathered if self.network is not None else None
+        for _ in range(READ_ATTEMPTS - 1):
+            with contextlib.suppress(OSError):
+                return find_streams(self.arenas, answer, gathered)
+        return find_streams(self.arenas, answer, gathered)
 
     def _do_grant(self, effect: e.WriteGrant) -> None:
         self.arenas[effect.arena_id].write_grant(effect.grant)
