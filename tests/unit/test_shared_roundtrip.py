@@ -27,6 +27,7 @@ from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece
 from keepstep.protocol import RestoreFrom, StreamSource, WantRestore
 from keepstep.testing.run import LocalRun
 from keepstep.trainer import sizing
+from keepstep.trainer.checks import Checks
 from keepstep.trainer.copies import CopyPlan
 from keepstep.trainer.link import Link
 from keepstep.trainer.shares import Sharing
@@ -528,3 +529,13 @@ def test_flipped_bit_in_a_replica_is_found_and_named(
         assert verdict.rank == named[0]
     # In a stripe one rank holds the chunk itself and `losses` ranks hold parity of it.
     assert found == (count if mode == "full" else 1 + losses)
+
+
+def test_device_without_memory_for_fingerprints_costs_no_snapshot(
+    run: LocalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> Checks:
+        raise torch.OutOfMemoryError("nothing left")
+
+    monkeypatch.setattr(Checks, "next", full)
+    save(make_state(), Config(), steps=3)  # each of them is complete

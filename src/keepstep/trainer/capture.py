@@ -392,7 +392,11 @@ class Capture:
             if plan.history is not job.plan.history:
                 del self._next_checks[key]
         whole = self._config.fingerprint_all or job.plan.history.snapshots <= FULL_CHECKS
-        checks = Checks.next(job.parts, self._random, whole=whole)
+        try:
+            checks = Checks.next(job.parts, self._random, whole=whole)
+        except torch.OutOfMemoryError as error:  # of the device: this snapshot is whole all the same
+            log.warning("the next snapshot is only sampled: %s", error)
+            return
         self._next_checks[id(job.plan)] = (job.plan, job.parts, checks)
 
     def _violated(self, job: Job, unit: Unit | Coded) -> None:
