@@ -241,7 +241,7 @@ def test_dangling_link_and_file_are_refused(base: Path) -> None:
     (base / "link").symlink_to(base / "nowhere")
     (base / "file").write_text("")
     for name in ("link", "file"):
-        with pytest.raises(KeeperError, match="cannot be made"):
+        with pytest.raises(KeeperError, match="is not a directory of this user"):
             ensure_private(base / name)
     assert not (base / "nowhere").exists()
 
