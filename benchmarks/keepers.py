@@ -114,8 +114,11 @@ class Trainer:
         assert self.arena is not None
         arena = self.arena
         arena.write_progress(h.Progress(self.incarnation, step, 0, 0))
-        grant = arena.grant()
-        if grant is None or grant.incarnation != self.incarnation or grant.serial <= self.used or step < grant.step:
+        granted = arena.grant()
+        if granted is None or granted.incarnation != self.incarnation:
+            return False
+        grant = granted.after(self.used)
+        if grant is None or step < grant.step:
             return False
         self.used = grant.serial
         version, values = Version(self.incarnation, step), str(step).encode()

@@ -198,8 +198,9 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Void(msgspec.Struct, frozen=True, tag=True):
-    """A grant that this rank cannot honour."""
+    """A grant that this rank cannot honour: nothing will be written into its slot."""
 
+    slot: int
     version: Version
     reason: str
 

@@ -140,9 +140,9 @@ class ActingTrainer:
             self.take(step)
 
     def _grant_for(self, step: int) -> h.Grant | None:
-        grant = self.arena.grant()
-        usable = grant is not None and grant.slot >= 0 and grant.serial > self.used_serial and grant.step <= step
-        return grant if usable else None
+        granted = self.arena.grant()
+        grant = granted.after(self.used_serial) if granted is not None else None
+        return grant if grant is not None and grant.step <= step else None
 
     def _write_header(self, slot: int, state: int, version: Version) -> None:
         header = TrainerHeader(

@@ -154,8 +154,11 @@ class PlainTrainer:
         assert self.arena is not None
         self.progress = step
         self.arena.write_progress(h.Progress(self.incarnation, step, 0, 0))
-        grant = self.arena.grant()
-        if grant is None or grant.incarnation != self.incarnation or grant.serial <= self.used or step < grant.step:
+        granted = self.arena.grant()
+        if granted is None or granted.incarnation != self.incarnation:
+            return False
+        grant = granted.after(self.used)
+        if grant is None or step < grant.step:
             return False
         self.used = grant.serial
         version = Version(self.incarnation, step)
@@ -177,7 +180,10 @@ class PlainTrainer:
         return True
 
     def void(self, step: int, reason: str) -> None:
-        self.client.post(Void(Version(self.incarnation, step), reason))
+        assert self.arena is not None
+        granted = self.arena.grant()
+        assert granted is not None
+        self.client.post(Void(granted.slot, Version(self.incarnation, step), reason))
 
     def leave(self, *, finished: bool = False) -> None:
         if not self.client.lost:

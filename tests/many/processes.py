@@ -56,9 +56,18 @@ class ProcessRun(Run):
             found = [self.nodes[node_id].status() for node_id in self.order]
             return len({status.step for status in found}) == 1 and all(s.step == s.protected_step for s in found)
 
-        wait_for(resting, "the newest version is protected")
-        version = max(trainer.protected for trainer in self.trainers if trainer.protected is not None)
-        assert version.step == self.nodes[self.order[0]].status().step
+        def told() -> Version | None:
+            found = {trainer.protected for trainer in self.trainers}
+            return found.pop() if len(found) == 1 else None
+
+        def rested() -> bool:
+            """What a keeper says is on its way when it says it of itself."""
+            version = told()
+            return resting() and version is not None and version.step == self.nodes[self.order[0]].status().step
+
+        wait_for(rested, "the newest version is protected, and all ranks know")
+        version = told()
+        assert version is not None
         return version
 
 

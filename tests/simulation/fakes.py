@@ -85,9 +85,13 @@ class FakeTrainer:
     progress: int = -1
     loaded: Version | None = None
     used_serial: int = -1
-    busy: tuple[str, int, Version] | None = None
+    busy: list[tuple[str, int, Version]] = field(default_factory=list)
+    """oldest first: they are finished in order"""
+    free_at: float = 0.0
+    """when all it copies will have been copied"""
     arena_id: str = ""
-    last_word: e.SnapshotCommitted | e.GrantVoid | None = None
+    words: list[e.SnapshotCommitted | e.GrantVoid] = field(default_factory=list)
+    """that a new keeper must be told again"""
     heard_until: float = 0.0
     """messages between a trainer and its keeper come in order"""
     said_until: float = 0.0

@@ -235,8 +235,8 @@ class Machine:
         elif isinstance(message, Done) and trainer.stage == "loading":
             trainer.stage = "ready"
             self.world.job.ready(trainer)
-        elif trainer.last_word is not None and getattr(message, "version", None) == trainer.last_word.version:
-            trainer.last_word = None
+        elif (version := getattr(message, "version", None)) is not None:
+            trainer.words = [word for word in trainer.words if word.version != version]
 
     def _go_on(self, trainer: FakeTrainer) -> None:
         """Ask for what comes next; asked again of a new keeper."""
@@ -249,8 +249,8 @@ class Machine:
         elif trainer.stage == "loading":
             step = trainer.loaded.step if trainer.loaded else None
             self.say(trainer, e.RankLoaded(trainer.conn, 3, step))
-        elif trainer.last_word is not None:
-            self.say(trainer, _said_again(trainer.last_word, trainer.conn))
+        for word in trainer.words if trainer.ready else ():
+            self.say(trainer, _said_again(word, trainer.conn))
 
     def take(self, trainer: FakeTrainer) -> None:
         """One step of the rank, and the snapshot that it was granted."""
@@ -259,38 +259,39 @@ class Machine:
         trainer.progress += 1
         self.world.job.stepped(trainer)
         arena = self.arenas[trainer.arena_id]
-        grant = arena.grant
-        if trainer.busy or grant is None or grant.incarnation != trainer.incarnation:
+        granted = arena.grant
+        if granted is None or granted.incarnation != trainer.incarnation:
             return
-        if grant.serial <= trainer.used_serial or trainer.progress < grant.step:
+        grant = granted.after(trainer.used_serial)
+        if grant is None or trainer.progress < grant.step:
             return
         trainer.used_serial = grant.serial
         version = Version(trainer.incarnation, trainer.progress)
-        if self.world.random.random() < self.world.void_rate:
-            self._say_word(trainer, e.GrantVoid(trainer.conn, version, "cannot"))
+        full = len(trainer.busy) >= (2 if self.world.setting.slots >= 3 else 1)
+        if full or self.world.random.random() < self.world.void_rate:
+            self._say_word(trainer, e.GrantVoid(trainer.conn, grant.slot, version, "cannot"))
             return
         slot = arena.slots[grant.slot]
         self.world.rules.written(self, slot)
         slot.writing, slot.content, slot.damaged = True, (trainer.rank, version), False
         slot.world_size, slot.local_size = self.world.setting.world_size, self.world.setting.local
-        trainer.busy = (arena.arena_id, grant.slot, version)
+        trainer.busy.append((arena.arena_id, grant.slot, version))
         self.world.rules.memory_changed()
-        self.at(self.world.random.uniform(0.02, 0.3), self._finish_copy, trainer)
+        trainer.free_at = max(self.world.now, trainer.free_at) + self.world.random.uniform(0.02, 0.3)
+        self.at(trainer.free_at - self.world.now, self._finish_copy, trainer)
 
     def _finish_copy(self, trainer: FakeTrainer) -> None:
         if not trainer.alive:
             return
-        assert trainer.busy is not None
-        arena_id, slot, version = trainer.busy
-        trainer.busy = None
+        arena_id, slot, version = trainer.busy.pop(0)
         if self.world.random.random() < self.world.void_rate:
-            self._say_word(trainer, e.GrantVoid(trainer.conn, version, "the copy failed"))
+            self._say_word(trainer, e.GrantVoid(trainer.conn, slot, version, "the copy failed"))
             return
         self.arenas[arena_id].slots[slot].writing = False
         self._say_word(trainer, e.SnapshotCommitted(trainer.conn, arena_id, slot, version))
 
     def _say_word(self, trainer: FakeTrainer, word: e.SnapshotCommitted | e.GrantVoid) -> None:
-        trainer.last_word = word
+        trainer.words = [*trainer.words, word][-4:]
         self.say(trainer, word)
 
     # Memory
@@ -415,7 +416,7 @@ class Machine:
 def _said_again(word: e.SnapshotCommitted | e.GrantVoid, conn: int) -> e.Event:
     if isinstance(word, e.SnapshotCommitted):
         return e.SnapshotCommitted(conn, word.arena_id, word.slot, word.version)
-    return e.GrantVoid(conn, word.version, word.reason)
+    return e.GrantVoid(conn, word.slot, word.version, word.reason)
 
 
 _EFFECTS: dict[type, Callable[[Machine, Any], None]] = {

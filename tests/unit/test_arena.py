@@ -328,7 +328,7 @@ def test_arena_for_an_empty_snapshot_can_hold_and_seal_it() -> None:
 RECORDS: list[tuple[h.Record, h.Record, h.Record]] = [
     (trainer_header(1, h.WRITING), trainer_header(1, h.COMMITTED), trainer_header(2, h.WRITING)),
     tuple(KeeperHeader(h.SEALED, i, version(i), i, bytes([i]) * 16, bytes(16), float(i)) for i in (1, 2, 3)),
-    tuple(Grant(LIFE, i, i, 0, f"reason {i}") for i in (1, 2, 3)),
+    tuple(Grant(LIFE, i, i, 0, Grant(LIFE, i - 1, i - 1, 1) if i > 1 else None) for i in (1, 2, 3)),
     tuple(Ledger(LIFE, version(i), None, i) for i in (1, 2, 3)),
     tuple(Progress(LIFE, i) for i in (1, 2, 3)),
 ]  # type: ignore[assignment]
@@ -458,14 +458,11 @@ def test_ledger_tells_no_version_from_a_version_of_zeros() -> None:
             assert h.decode_copy(Ledger, h.encode_copy(ledger, 1)) == (1, ledger)
 
 
-@pytest.mark.parametrize("reason", ["", "a" * 96, "a" * 200, "é" * 100, "a" + "é" * 60, "日本" * 40, "bad \udcff byte"])
-def test_grant_reason_is_read_back_as_a_prefix_of_what_was_said(reason: str) -> None:
-    grant = Grant(LIFE, 1, 1, -1, reason)
-    found = h.decode_copy(Grant, h.encode_copy(grant, 1))
-    assert found is not None
-    said = reason.encode(errors="replace").decode()
-    assert said.startswith(found[1].reason)
-    assert len(found[1].reason.encode()) > 92 or found[1].reason == said
+def test_a_trainer_uses_the_grants_of_its_page_in_order() -> None:
+    older = Grant(LIFE, 10, 4, 1)
+    newest = Grant(LIFE, 11, 5, 2, older)
+    assert [newest.after(serial) for serial in (3, 4, 5)] == [older, newest, None]
+    assert [older.after(serial) for serial in (3, 4)] == [older, None]
 
 
 # 4. A slot of another run, node, rank or layout is never accepted

@@ -1,204 +1,20 @@
 """The keeper's core after its own death, and words that come late, early or twice. Each once stopped or cost snapshots.
 
-Two slots per rank. `Node` carries the core's effects out on paper: arenas have grant, ledger and slots
-as they would be read back, so that a new core can adopt them at any moment.
+Two slots per rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
+from paper import NEED, Node
 
-from keepstep.arena.header import Grant, Ledger, Progress
+from keepstep.arena.header import Ledger, Progress
 from keepstep.errors import Error
 from keepstep.keeper import events as e
-from keepstep.keeper.core import Core
-from keepstep.keeper.node import Limits
-from keepstep.protocol import ArenaGiven, ArenaNeed, Complete, Done, Refused, Register, Registered, RestoreFrom
+from keepstep.protocol import ArenaGiven, ArenaNeed, Complete, Done, Refused, Registered, RestoreFrom
 from keepstep.types import Incarnation, Version
-
-NEED = ArenaNeed(1, 1, 1)
-
-
-@dataclasses.dataclass
-class Paper:
-    """An arena as its bytes would tell it."""
-
-    arena_id: str
-    index: int
-    capacity: ArenaNeed
-    generation: int
-    slots: list[tuple[str, Version | None]]
-    grant: Grant | None = None
-    ledger: Ledger | None = None
-
-
-class Node:
-    def __init__(self, ranks: int = 1) -> None:
-        self.ranks = ranks
-        self.arenas: dict[str, Paper] = {}
-        self.sent: list[tuple[int, Any]] = []
-        self.progress = dict.fromkeys(range(ranks), -1)
-        self.seals: list[e.SealSlot] = []
-        self.stop_after: int | None = None
-        """the keeper dies after so many more effects"""
-        self.incarnation: Incarnation | None = None
-        self.core = Core(Limits())
-
-    def do(self, event: e.Event) -> None:
-        self.core.progress.update(self.progress)
-        for effect in self.core.handle(event, 0.0):
-            if self.stop_after is not None:
-                if self.stop_after == 0:
-                    return
-                self.stop_after -= 1
-            self._carry_out(effect)
-
-    def _carry_out(self, effect: e.Effect) -> None:
-        if isinstance(effect, e.Send):
-            self.sent.append((effect.conn, effect.message))
-            if isinstance(effect.message, Registered):
-                self.incarnation = effect.message.incarnation
-        elif isinstance(effect, e.WriteGrant):
-            self.arenas[effect.arena_id].grant = effect.grant
-        elif isinstance(effect, e.WriteLedger):
-            for arena in self.arenas.values():
-                if self.stop_after is None or arena.index == 0 or self.stop_after:
-                    arena.ledger = effect.ledger
-        elif isinstance(effect, e.SealSlot):
-            self.seals.append(effect)
-        elif isinstance(effect, e.VerifySlot):
-            self.do(e.SlotVerified(effect.arena_id, effect.slot, effect.version))
-        elif isinstance(effect, e.CreateArena):
-            wanted = effect.wanted
-            made = Paper(f"{effect.local_index}.{effect.generation}", effect.local_index, wanted.need,
-                         effect.generation, [("free", None)] * wanted.slots)  # fmt: skip
-            self.arenas[made.arena_id] = made
-            self.do(self.described(made))
-            self.sent.append((wanted.conn, ArenaGiven(made.arena_id, 1, True, wanted.ticket)))
-        elif isinstance(effect, e.DropArena):
-            del self.arenas[effect.arena_id]
-
-    def described(self, arena: Paper) -> e.ArenaAdded:
-        found = tuple(
-            e.SlotFound(i, state, version, arena.index, self.ranks, self.ranks, 1)
-            for i, (state, version) in enumerate(arena.slots)
-        )
-        return e.ArenaAdded(
-            arena.arena_id, arena.index, arena.generation, 1, arena.capacity, found, arena.ledger, arena.grant
-        )
-
-    # What trainers do
-
-    def register(
-        self,
-        index: int,
-        *,
-        rejoin: bool = False,
-        pid: int = 0,
-        known: bool = True,
-        arena_id: str = "",
-        agreed: Incarnation | None = None,
-        label: str = "round",
-    ) -> None:
-        """`agreed`: by a launcher that holds the memory too. Otherwise there is none."""
-        incarnation = agreed or (self.incarnation if known else None)
-        register = Register(
-            index, self.ranks, index, self.ranks, incarnation, label, 0, 1, 2,
-            self.progress[index], rejoin, 1, arena_id, no_holder=agreed is None,
-        )  # fmt: skip
-        self.do(e.TrainerRegisters(index, pid or 100 + index, True, register, 77))
-
-    def start(self) -> None:
-        """A first start, up to the first grant."""
-        for index in range(self.ranks):
-            self.register(index, known=False)
-        for index in range(self.ranks):
-            self.do(e.RestoreWanted(index, 2))
-            self.do(e.ArenaWanted(index, 3, NEED, 2, 0))
-            self.do(e.RankLoaded(index, 4, None))
-        assert all(self.own(index).grant for index in range(self.ranks))
-
-    def own(self, index: int) -> Paper:
-        return max((a for a in self.arenas.values() if a.index == index), key=lambda a: a.generation)
-
-    def version(self, step: int) -> Version:
-        assert self.incarnation is not None
-        return Version(self.incarnation, step)
-
-    def write(self, index: int, step: int, *, slot: int | None = None) -> int:
-        """The trainer begins to write: the slot is nobody's until it commits."""
-        arena = self.own(index)
-        if slot is None:
-            assert arena.grant is not None
-            assert arena.grant.step <= step
-            slot = arena.grant.slot
-        arena.slots[slot] = ("free", None)
-        self.progress[index] = step
-        return slot
-
-    def commit(self, index: int, step: int, slot: int, *, say: bool = True) -> None:
-        self.own(index).slots[slot] = ("committed", self.version(step))
-        if say:
-            self.say_committed(index, step, slot)
-
-    def say_committed(self, index: int, step: int, slot: int) -> None:
-        self.do(e.SnapshotCommitted(index, self.own(index).arena_id, slot, self.version(step)))
-
-    def seal(self) -> None:
-        """All that was asked for."""
-        while self.seals:
-            effect = self.seals.pop(0)
-            arena = self.arenas[effect.arena_id]
-            state, version = arena.slots[effect.slot]
-            held = version if state != "free" else None
-            fits = held is not None and effect.version in (None, held)
-            if fits:
-                arena.slots[effect.slot] = ("sealed", held)
-            where = (arena.index, self.ranks, self.ranks, 1)
-            problem = "" if fits else "half written"
-            self.do(e.SlotSealed(arena.arena_id, effect.slot, held if fits else effect.version, *where, problem))
-
-    def snapshot(self, step: int) -> None:
-        """A whole version on all ranks."""
-        for index in range(self.ranks):
-            self.commit(index, step, self.write(index, step))
-        self.seal()
-        assert self.core.kept.complete == self.version(step)
-
-    def replace_keeper(self, *, give_back: bool = True) -> None:
-        """The keeper is killed; a new one adopts the arenas."""
-        self.core = Core(Limits())
-        self.stop_after, self.seals = None, []
-        if give_back:
-            self.give_back(*self.arenas.values())
-
-    def give_back(self, *arenas: Paper) -> None:
-        for arena in arenas:
-            self.do(self.described(arena))
-
-    def end_life(self, *, first_pid: int = 100) -> None:
-        for index in range(self.ranks):
-            self.do(e.ProcessDied(first_pid + index))
-
-    def restored(self) -> list[Version | None]:
-        """What all ranks are told, which are asked for nothing else."""
-        return [message.version for _, message in self.sent if isinstance(message, RestoreFrom)]
-
-    def works(self, step: int) -> None:
-        """Snapshots go on: the next takes lead to a complete version, whoever is still copying."""
-        for attempt in range(4):
-            grants = [self.own(index).grant for index in range(self.ranks)]
-            if all(grant and grant.serial == self.core.grants.serial for grant in grants):
-                open_grant = self.core.grants.open
-                if open_grant and not any(open_grant[-1].resolved_for(i) for i in range(self.ranks)):
-                    wanted = max(step, *(g.step for g in grants if g), 0) + attempt
-                    self.snapshot(wanted)
-                    return
-            self.seal()
-        raise AssertionError(f"no grant is given any more: {self.core.grants}")
 
 
 def test_a_void_that_is_said_again_does_not_free_the_slot_that_is_being_written() -> None:
@@ -206,11 +22,11 @@ def test_a_void_that_is_said_again_does_not_free_the_slot_that_is_being_written(
     node.start()
     node.snapshot(0)
     node.progress[0] = 1
-    node.do(e.GrantVoid(0, node.version(1), "no memory"))
+    node.void(0, 1, "no memory")
     slot = node.write(0, 2)  # under the grant after the void one
     node.replace_keeper()
     node.register(0, rejoin=True)
-    node.do(e.GrantVoid(0, node.version(1), "no memory"))
+    node.void(0, 1, "no memory")
     grant = node.own(0).grant
     assert grant is not None
     assert grant.step <= 2, "a new grant was given while the trainer writes under the old one"
@@ -227,7 +43,7 @@ def test_a_commit_that_is_said_again_does_not_count_for_a_newer_grant_of_its_slo
     node.write(1, 1)
     node.commit(0, 1, slot)
     node.seal()
-    node.do(e.GrantVoid(1, node.version(1), "no memory"))  # void everywhere: the slot is granted again
+    node.void(1, 1, "no memory")  # void everywhere: the slot is granted again
     assert node.write(0, 2) == slot
     other = node.write(1, 2)
     node.replace_keeper()
@@ -296,7 +112,7 @@ def test_a_void_that_a_rank_says_before_the_others_are_back_is_not_forgotten(fir
     slots = [node.write(index, 1) for index in range(2)]
     node.replace_keeper()
     node.register(first, rejoin=True)
-    node.do(e.GrantVoid(first, node.version(1), "the copy failed"))
+    node.void(first, 1, "the copy failed")
     node.register(1 - first, rejoin=True)
     node.commit(1 - first, 1, slots[1 - first])
     node.seal()
@@ -401,7 +217,7 @@ def test_an_arena_that_is_replaced_by_a_larger_one_is_granted_in() -> None:
     node.start()
     node.snapshot(0)
     node.progress[0] = 1
-    node.do(e.GrantVoid(0, node.version(1), "outgrown"))
+    node.void(0, 1, "outgrown")
     node.do(e.ArenaWanted(0, 5, ArenaNeed(9, 9, 9), 2, 0))
     node.works(2)
     assert list(node.arenas) == ["0.2"], "the old arena was not dropped"
@@ -529,7 +345,7 @@ def test_an_older_arena_that_is_given_back_first_is_not_what_is_restored() -> No
     node.snapshot(0)
     old = dataclasses.replace(node.own(0), slots=list(node.own(0).slots))
     node.progress[0] = 1
-    node.do(e.GrantVoid(0, node.version(1), "outgrown"))
+    node.void(0, 1, "outgrown")
     node.do(e.ArenaWanted(0, 5, ArenaNeed(9, 9, 9), 2, 0))
     node.works(2)
     newest = node.core.kept.complete

@@ -128,27 +128,38 @@ class KeeperHeader:
 class Grant:
     """Which snapshot the trainer may write next, and where: the first `take` at or after `step`. By the keeper."""
 
-    KIND: ClassVar[bytes] = b"KSGRANT1"
-    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQqqi96s")
+    KIND: ClassVar[bytes] = b"KSGRANT2"
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQqqqqqq")
 
     incarnation: Incarnation
     step: int
     serial: int
-    """counts grants, so that a trainer uses each one once"""
+    """counts grants from 1 on, so that a trainer uses each one once"""
     slot: int
-    """-1: nothing is granted, and `reason` says why"""
-    reason: str = ""
+    before: Grant | None = None
+    """the one given before it, while it may still be used or written under"""
+
+    @property
+    def both(self) -> tuple[Grant, ...]:
+        """Oldest first."""
+        return (self,) if self.before is None else (self.before, self)
+
+    def after(self, serial: int) -> Grant | None:
+        """What a trainer that has used `serial` may use next: grants are used in order."""
+        return next((grant for grant in self.both if grant.serial > serial), None)
 
     def body(self) -> bytes:
-        # Cut between characters, so that what is read back is a prefix of what was said.
-        reason = self.reason.encode(errors="replace")[:96].decode(errors="ignore").encode()
+        before = self.before
+        earlier = (0, 0, 0) if before is None else (before.step, before.serial, before.slot)
         number, nonce = self.incarnation.number, self.incarnation.nonce
-        return self._STRUCT.pack(number, nonce, self.step, self.serial, self.slot, reason)
+        return self._STRUCT.pack(number, nonce, self.step, self.serial, self.slot, *earlier)
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        number, nonce, step, serial, slot, reason = cls._STRUCT.unpack_from(body)
-        return cls(Incarnation(number, nonce), step, serial, slot, reason.rstrip(b"\0").decode(errors="replace"))
+        number, nonce, step, serial, slot, *earlier = cls._STRUCT.unpack_from(body)
+        incarnation = Incarnation(number, nonce)
+        before = Grant(incarnation, *earlier) if earlier[1] else None
+        return cls(incarnation, step, serial, slot, before)
 
 
 @dataclass(frozen=True)

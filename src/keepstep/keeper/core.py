@@ -42,12 +42,13 @@ class Core(Node):
         return [*self.effects, *said_last]
 
     def granted(self, index: int) -> Grant | None:
-        """The grant that this rank may use now: what must stand in its arena."""
-        latest = self.grants.open[-1] if self.grants.open else None
+        """The grants that this rank may use now: what must stand in its arena."""
         own = self.last_grant.get(index)
-        if latest is None or own is None or own.serial != latest.serial or latest.resolved_for(index):
+        if own is None:
             return None
-        return own
+        serials = {grant.serial for grant in own.both}
+        usable = any(grant.serial in serials and not grant.resolved_for(index) for grant in self.grants.open)
+        return own if usable else None
 
     def _watch_lease(self) -> None:
         in_use = bool(self.launchers or self.strangers) or any(m.alive for m in self.members.values())

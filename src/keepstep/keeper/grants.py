@@ -101,13 +101,13 @@ class Grants:
             grant.void = (rank, f"ranks captured different steps: {sorted(v.step for v in grant.versions)}")
         return grant
 
-    def refuse(self, index: int, step: int, rank: int, reason: str) -> OpenGrant | None:
+    def refuse(self, index: int, slot: int, step: int, rank: int, reason: str) -> OpenGrant | None:
         """Rank `index` could not honour its grant at `step`. None: of a grant that is over."""
-        waiting = (grant for grant in self.open if index in grant.slots and not grant.resolved_for(index))
-        grant = next((grant for grant in waiting if grant.step <= step), None)
-        if grant is not None:
-            grant.voided.add(index)
-            grant.void = grant.void or (rank, reason)
+        grant = self.find(index, slot)
+        if grant is None or step < grant.step or grant.resolved_for(index):
+            return None
+        grant.voided.add(index)
+        grant.void = grant.void or (rank, reason)
         return grant
 
     def withdraw(self, index: int, rank: int, reason: str) -> None:

@@ -3,7 +3,8 @@
 Nodes report, the job orders; both are whole states, said again until they are heard. Rules (numbers of
 docs/protocol.md, "Many nodes"):
 
-    grant     the same step for all ranks, ahead of every one of them; one is written at a time
+    grant     the same step for all ranks, ahead of every one of them; with three slots or more the next
+              one is given before the last is written, unless that came to nothing lately
     complete  sealed on all ranks of all nodes (wP); void when one rank could not
     target    the one version being protected: the newest complete one when there is none; a newer one
               never takes its place; it ends acknowledged by all nodes (wN), or abandoned
@@ -47,6 +48,8 @@ GATHERING, RESTORING, SERVING = "gathering", "restoring", "serving"
 MAX_LEAD = 64
 # What an order may take to reach the last trainer, until a grant has come too late for one.
 DELIVERY_S = 0.02
+# Grants that wait for each other after one that did not was void: a rank could not keep up, or not in step.
+ONE_BY_ONE = 16
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class OpenGrant:
     versions: set[Version] = field(default_factory=set)
     void: tuple[int, str] | None = None
     late: bool = False
+    ahead: bool = False
+    """given before the one before it was committed everywhere"""
     diverged: tuple[str, ...] = ()
     comparison: Comparison | None = None
     """begun when its replicas were found to differ"""
@@ -132,6 +137,8 @@ class Job:
         """the newest protection that the inventories show: kept until there is one of this incarnation"""
         self.serial = 0
         self.lead = 1
+        self.one_by_one = 0
+        """so many of the next grants wait until the one before is committed everywhere"""
         self.started_at = now
         self.heard: set[str] = set()
         self.ready: set[str] = set()
@@ -479,6 +486,8 @@ class Job:
                 self._completed(version, now)
             else:
                 rank, reason = grant.void
+                if grant.ahead:
+                    self.one_by_one = ONE_BY_ONE
                 if grant.late:
                     # The grant came too late for one of them: give the next one more lead.
                     self.lead = min(2 * self.lead, MAX_LEAD)
@@ -524,7 +533,8 @@ class Job:
             return
         if not self.orders.ready:
             self._change(ready=True)
-        if self.open and (len(self.open[-1].said) < len(self.views) or len(self.open) >= self._slots - 1):
+        written = sum(len(grant.said) < len(self.views) for grant in self.open)
+        if written > self._may_be_ahead or len(self.open) >= max(2, self._slots) - 1:
             return
         if len(self.rooms) < len(self.views):
             return
@@ -534,13 +544,21 @@ class Job:
         lead = self.lead
         if len(self.views) > 1 and step_s > 0:
             lead = max(lead, math.ceil(DELIVERY_S * self.lead / step_s) + 1)
+        if self.open:
+            lead = max(lead, self.open[-1].step + 1 - ahead)
         every = reports[0].every
         step = -(-(ahead + lead) // every) * every
         self.serial += 1
-        self.open.append(OpenGrant(self.serial, step))
+        self.one_by_one = max(0, self.one_by_one - 1)
+        self.open.append(OpenGrant(self.serial, step, ahead=written > 0))
         self.rooms.clear()
         self._change(grants=tuple(GrantOrder(g.serial, g.step) for g in self.open), serial=self.serial)
         self.orders = msgspec.structs.replace(self.orders, retain_seq=self.orders.seq)
+
+    @property
+    def _may_be_ahead(self) -> int:
+        """Grants that may be given while the one before is not committed everywhere."""
+        return int(self._slots >= 3 and not self.one_by_one)
 
     @property
     def _slots(self) -> int:

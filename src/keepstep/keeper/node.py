@@ -130,8 +130,8 @@ class Node:
         self.remembered: Version | None = None
         """the newest version the ledger calls complete, across incarnations"""
         self.damaged: list[str] = []
-        self.early: dict[int, e.SnapshotCommitted | e.GrantVoid] = {}
-        """what ranks said of a grant that this keeper has not taken up yet"""
+        self.early: dict[int, list[e.SnapshotCommitted | e.GrantVoid]] = {}
+        """what ranks said of grants that this keeper has not taken up yet"""
         self.ledger_serial = 0
         self.launcher_reported = False
         """a launcher has given back what it held, if anything: from then on this keeper has all that is left"""

@@ -10,6 +10,9 @@ from keepstep.keeper.words import GrantOrder, Orders, Outcome
 from keepstep.protocol import Complete, Protected, Voided
 from keepstep.types import Incarnation, Version
 
+# Of one rank, before all are back: it has at most so many grants open.
+MAX_EARLY = 4
+
 
 def committed(node: Node, event: e.SnapshotCommitted) -> None:
     member = node.member_of(event.conn)
@@ -42,7 +45,7 @@ def void(node: Node, event: e.GrantVoid) -> None:
         return
     if _too_early(node, member, event):
         return
-    grant = node.grants.refuse(member.index, event.version.step, member.register.rank, event.reason)
+    grant = node.grants.refuse(member.index, event.slot, event.version.step, member.register.rank, event.reason)
     if grant is not None:
         node.count("voids")
         node.log("warning", "grant void", rank=member.register.rank, step=event.version.step, reason=event.reason)
@@ -73,11 +76,11 @@ def sealed(node: Node, event: e.SlotSealed) -> bool:
 
 
 def _too_early(node: Node, member: Member, event: e.SnapshotCommitted | e.GrantVoid) -> bool:
-    """A rank that came back first may speak of a grant that is taken up only when all are back: keep its word."""
+    """A rank that came back first may speak of grants that are taken up only when all are back: keep its words."""
     own = node.last_grant.get(member.index)
     if own is None or own.incarnation != node.incarnation or own.serial <= node.grants.serial:
         return False
-    node.early[member.index] = event
+    node.early[member.index] = [*node.early.get(member.index, []), event][-MAX_EARLY:]
     return True
 
 
@@ -113,7 +116,7 @@ def hand_out(node: Node) -> bool:
         if order.serial > node.grants.serial:
             _grant(node, order)
         else:
-            # All had finished with it, or the one after it would not have been given; only the newest is remembered.
+            # All had finished with it, or the second one after it would not have been given: two are remembered.
             node.grants.forget(order, node.rank_of(min(node.members)))
     return bool(new)
 
@@ -124,24 +127,30 @@ def has_room(node: Node) -> bool:
 
 
 def _resume(node: Node) -> None:
-    """After the keeper's own death: the grant that stands in the arenas."""
-    standing = {i: grant for i, grant in node.last_grant.items() if grant.incarnation == node.incarnation}
-    latest = max(standing.values(), key=lambda grant: grant.serial, default=None)
-    if latest is not None and latest.serial > max(node.grants.serial, node.settled):
-        node.grants.serial = latest.serial
-        _take_up(node, {i: grant for i, grant in standing.items() if grant.serial == latest.serial}, latest)
+    """After the keeper's own death: the grants that stand in the arenas."""
+    known = max(node.grants.serial, node.settled)
+    standing: dict[int, dict[int, Grant]] = {}
+    for index, own in node.last_grant.items():
+        for grant in own.both:
+            if grant.incarnation == node.incarnation and grant.serial > known:
+                standing.setdefault(grant.serial, {})[index] = grant
+    for serial in sorted(standing):
+        node.grants.serial = serial
+        _take_up(node, standing[serial])
+    if standing:
         node.write_ledger()
     words, node.early = node.early, {}
-    for word in words.values():
+    for word in (word for said in words.values() for word in said):
         if isinstance(word, e.SnapshotCommitted):
             committed(node, word)
         else:
             void(node, word)
 
 
-def _take_up(node: Node, standing: dict[int, Grant], latest: Grant) -> None:
+def _take_up(node: Node, standing: dict[int, Grant]) -> None:
     """Whoever saw the grant may be writing under it: no slot in it is given out again before it is resolved."""
-    grant = OpenGrant(latest.serial, latest.step, {})
+    one = next(iter(standing.values()))
+    grant = OpenGrant(one.serial, one.step, {})
     for index, member in node.members.items():
         own = standing.get(index)
         arena = node.arenas.get(member.arena_id)
@@ -151,7 +160,7 @@ def _take_up(node: Node, standing: dict[int, Grant], latest: Grant) -> None:
         grant.slots[index] = own.slot
         slot = arena.slots[own.slot]
         current = slot.version is not None and slot.version.incarnation == node.incarnation
-        fresh = current and slot.version is not None and slot.version.step >= latest.step
+        fresh = current and slot.version is not None and slot.version.step >= grant.step
         if fresh and slot.state in (COMMITTED, SEALED):
             assert slot.version is not None
             grant.committed[index] = slot.version
@@ -213,9 +222,18 @@ def _grant(node: Node, order: GrantOrder) -> None:
         member = node.members[index]
         slot = node.arenas[member.arena_id].slots[slot_index]
         slot.state, slot.version = GRANTED, None
-        grant = Grant(node.incarnation, opened.step, opened.serial, slot_index)
+        grant = Grant(node.incarnation, opened.step, opened.serial, slot_index, _before(node, index, opened))
         node.last_grant[index] = grant
         node.do(e.WriteGrant(member.arena_id, grant))
+
+
+def _before(node: Node, index: int, opened: OpenGrant) -> Grant | None:
+    """The grant before, if a keeper that comes after this one must still know of it."""
+    others = [grant for grant in node.grants.open if grant is not opened and index in grant.slots]
+    if not others:
+        return None
+    last = others[-1]
+    return Grant(node.incarnation, last.step, last.serial, last.slots[index])
 
 
 def _free_slot(node: Node, member: Member) -> Slot | None:

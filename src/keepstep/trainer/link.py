@@ -1,6 +1,6 @@
 """The trainer's connection to its keeper, and the way back to a new one.
 
-When the keeper dies training goes on: the trainer uses the grant it still has, then skips. A thread
+When the keeper dies training goes on: the trainer uses what it was granted, then skips. A thread
 starts a keeper again (the keeper's own lock lets only one live), hands back every memfd this process
 holds, registers under the incarnation it already has, and says again what the old keeper may not
 have heard. A forked child of the trainer (data-loader workers) closes all of it at once.
@@ -55,6 +55,8 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
 # Ranks beyond the first give it, and the launcher, this long to start the keeper: one is enough.
 PATIENCE_S = 1.0
 GIVE_BACK_BATCH = 32
+# Words of grants that may still be open: one for each slot is more than enough.
+MAX_WORDS = 4
 M = TypeVar("M")
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
@@ -96,7 +98,8 @@ class Link:
         """why the keeper ended on purpose: nobody starts another one"""
         self.ready = False
         """past restore(): from now on the keeper's death must not disturb"""
-        self._last_word: Committed | Void | None = None
+        self._words: list[Committed | Void] = []
+        """oldest first: what a new keeper must be told again"""
         self._held: dict[str, int] = {}
         self.progress: Callable[[], int] = lambda: -1
         self.arena_id: Callable[[], str] = lambda: ""
@@ -125,7 +128,8 @@ class Link:
 
     def say(self, word: Committed | Void) -> None:
         """Report the outcome of a grant. Kept until the keeper has resolved it, and said again if it died."""
-        self._last_word = word
+        with self._changing:
+            self._words = [*self._words, word][-MAX_WORDS:]
         client = self._client
         if client is not None and not client.lost:
             try:
@@ -209,8 +213,7 @@ class Link:
             raise KeeperError("the keeper is gone again", hint="it is started again by itself")
         if self._held:
             client.post(Held(list(self._held)))
-        word = self._last_word
-        if rejoin and word is not None:
+        for word in self._words if rejoin else ():
             client.post(word)
         if rejoin and self.arena_id() in refused:
             self._listeners.arena_refused()
@@ -306,9 +309,8 @@ class Link:
                 log.warning("the keeper has ended (%s); the run is unprotected", message.reason)
 
     def _settle(self, version: Any) -> None:
-        word = self._last_word
-        if word is not None and word.version == version:
-            self._last_word = None
+        with self._changing:
+            self._words = [word for word in self._words if word.version != version]
 
     def _hold(self, message: Hold, fds: list[int]) -> None:
         self._forget(message.forget)

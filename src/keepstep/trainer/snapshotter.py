@@ -262,13 +262,18 @@ class Snapshotter:
         if isinstance(grant, str):
             return self._skip(step, grant)
         version = Version(self._link.incarnation, step)
+        if self._capture.is_full(self.config.arena.slots):
+            return self._void(version, grant, "the snapshot before it is still being copied")
         try:
             return self._begin_capture(version, grant, inexact=self._is_inexact(stepped))
         except Exception as error:  # whatever it is, the grant must not stay open
             reason = str(error) or repr(error)
             self._warn_once(f"step {step} is not captured: {reason}")
-            self._link.say(Void(version, reason))
-            return self._skip(step, reason)
+            return self._void(version, grant, reason)
+
+    def _void(self, version: Version, grant: Grant, reason: str) -> PendingSnapshot:
+        self._link.say(Void(grant.slot, version, reason))
+        return self._skip(version.step, reason)
 
     def _grant(self, step: int) -> Grant | str:
         """The grant for this step, or why there is none."""
@@ -280,13 +285,13 @@ class Snapshotter:
             return "the memory is being prepared: call restore() before the first step"
         if self._memory.busy:
             return "the arena is growing"
-        if self._capture.is_full(view.arena.num_slots):
-            return "the last snapshot is still being copied"
-        grant = view.arena.grant()
-        if grant is None or grant.incarnation != self._link.incarnation:
+        granted = view.arena.grant()
+        if granted is None or granted.incarnation != self._link.incarnation:
             return "not granted yet: the keeper waits for all ranks" if self._link.up else self._no_keeper()
         arena_id = view.arena.arena_id
-        if self._used[0] == arena_id and grant.serial <= self._used[1]:
+        used = self._used[1] if self._used[0] == arena_id else 0
+        grant = granted.after(used)
+        if grant is None:
             return "not granted: the last snapshot is still being sealed" if self._link.up else self._no_keeper()
         if step < grant.step:
             return f"not granted: the next snapshot is at step {grant.step}"
@@ -348,7 +353,7 @@ class Snapshotter:
         self._link.say(Committed(job.view.arena.arena_id, job.slot, job.version))
 
     def _on_void(self, job: Job, reason: str) -> None:
-        self._link.say(Void(job.version, reason))
+        self._link.say(Void(job.slot, job.version, reason))
         self._waiting.void(job.version, reason)
 
     def _on_complete(self, message: Complete) -> None:

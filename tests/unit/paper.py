@@ -1,0 +1,225 @@
+"""The keeper's core with everything around it on paper: arenas have grant, ledger and slots as they would be read back.
+
+A new core can adopt them at any moment. Nothing here has a will of its own: tests say who does what, and when.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from keepstep.arena.header import Grant, Ledger
+from keepstep.keeper import events as e
+from keepstep.keeper.core import Core
+from keepstep.keeper.grants import OpenGrant
+from keepstep.keeper.node import Limits
+from keepstep.protocol import ArenaGiven, ArenaNeed, Register, Registered, RestoreFrom
+from keepstep.types import Incarnation, Version
+
+NEED = ArenaNeed(1, 1, 1)
+
+
+@dataclasses.dataclass
+class Paper:
+    """An arena as its bytes would tell it."""
+
+    arena_id: str
+    index: int
+    capacity: ArenaNeed
+    generation: int
+    slots: list[tuple[str, Version | None]]
+    grant: Grant | None = None
+    ledger: Ledger | None = None
+
+
+class Node:
+    def __init__(self, ranks: int = 1, slots: int = 2) -> None:
+        self.ranks, self.slots = ranks, slots
+        self.arenas: dict[str, Paper] = {}
+        self.sent: list[tuple[int, Any]] = []
+        self.progress = dict.fromkeys(range(ranks), -1)
+        self.seals: list[e.SealSlot] = []
+        self.stop_after: int | None = None
+        """the keeper dies after so many more effects"""
+        self.incarnation: Incarnation | None = None
+        self.core = Core(Limits())
+
+    def do(self, event: e.Event) -> None:
+        self.core.progress.update(self.progress)
+        for effect in self.core.handle(event, 0.0):
+            if self.stop_after is not None:
+                if self.stop_after == 0:
+                    return
+                self.stop_after -= 1
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: e.Effect) -> None:
+        if isinstance(effect, e.Send):
+            self.sent.append((effect.conn, effect.message))
+            if isinstance(effect.message, Registered):
+                self.incarnation = effect.message.incarnation
+        elif isinstance(effect, e.WriteGrant):
+            self.arenas[effect.arena_id].grant = effect.grant
+        elif isinstance(effect, e.WriteLedger):
+            for arena in self.arenas.values():
+                if self.stop_after is None or arena.index == 0 or self.stop_after:
+                    arena.ledger = effect.ledger
+        elif isinstance(effect, e.SealSlot):
+            self.seals.append(effect)
+        elif isinstance(effect, e.VerifySlot):
+            self.do(e.SlotVerified(effect.arena_id, effect.slot, effect.version))
+        elif isinstance(effect, e.CreateArena):
+            wanted = effect.wanted
+            made = Paper(f"{effect.local_index}.{effect.generation}", effect.local_index, wanted.need,
+                         effect.generation, [("free", None)] * wanted.slots)  # fmt: skip
+            self.arenas[made.arena_id] = made
+            self.do(self.described(made))
+            self.sent.append((wanted.conn, ArenaGiven(made.arena_id, 1, True, wanted.ticket)))
+        elif isinstance(effect, e.DropArena):
+            del self.arenas[effect.arena_id]
+
+    def described(self, arena: Paper) -> e.ArenaAdded:
+        found = tuple(
+            e.SlotFound(i, state, version, arena.index, self.ranks, self.ranks, 1)
+            for i, (state, version) in enumerate(arena.slots)
+        )
+        return e.ArenaAdded(
+            arena.arena_id, arena.index, arena.generation, 1, arena.capacity, found, arena.ledger, arena.grant
+        )
+
+    # What trainers do
+
+    def register(
+        self,
+        index: int,
+        *,
+        rejoin: bool = False,
+        pid: int = 0,
+        known: bool = True,
+        arena_id: str = "",
+        agreed: Incarnation | None = None,
+        label: str = "round",
+    ) -> None:
+        """`agreed`: by a launcher that holds the memory too. Otherwise there is none."""
+        incarnation = agreed or (self.incarnation if known else None)
+        register = Register(
+            index, self.ranks, index, self.ranks, incarnation, label, 0, 1, self.slots,
+            self.progress[index], rejoin, 1, arena_id, no_holder=agreed is None,
+        )  # fmt: skip
+        self.do(e.TrainerRegisters(index, pid or 100 + index, True, register, 77))
+
+    def start(self) -> None:
+        """A first start, up to the first grant."""
+        for index in range(self.ranks):
+            self.register(index, known=False)
+        for index in range(self.ranks):
+            self.do(e.RestoreWanted(index, 2))
+            self.do(e.ArenaWanted(index, 3, NEED, self.slots, 0))
+            self.do(e.RankLoaded(index, 4, None))
+        assert all(self.own(index).grant for index in range(self.ranks))
+
+    def own(self, index: int) -> Paper:
+        return max((a for a in self.arenas.values() if a.index == index), key=lambda a: a.generation)
+
+    def version(self, step: int) -> Version:
+        assert self.incarnation is not None
+        return Version(self.incarnation, step)
+
+    def write(self, index: int, step: int, *, slot: int | None = None) -> int:
+        """The trainer begins to write: the slot is nobody's until it commits."""
+        arena = self.own(index)
+        if slot is None:
+            grant = self._usable(index)
+            assert grant.step <= step
+            slot = grant.slots[index]
+        arena.slots[slot] = ("free", None)
+        self.progress[index] = step
+        return slot
+
+    def _usable(self, index: int) -> OpenGrant:
+        """The oldest that stands in the rank's arena and was not used."""
+        page = self.own(index).grant
+        assert page is not None
+        there = {grant.serial for grant in page.both}
+        return next(g for g in self.core.grants.open if g.serial in there and not g.resolved_for(index))
+
+    def commit(self, index: int, step: int, slot: int, *, say: bool = True) -> None:
+        self.own(index).slots[slot] = ("committed", self.version(step))
+        if say:
+            self.say_committed(index, step, slot)
+
+    def say_committed(self, index: int, step: int, slot: int) -> None:
+        self.do(e.SnapshotCommitted(index, self.own(index).arena_id, slot, self.version(step)))
+
+    def void(self, index: int, step: int, reason: str, *, slot: int | None = None) -> None:
+        if slot is None:
+            grant = self.own(index).grant
+            assert grant is not None
+            slot = grant.slot
+        self.progress[index] = max(step, self.progress[index])
+        self.do(e.GrantVoid(index, slot, self.version(step), reason))
+
+    def seal(self) -> None:
+        """All that was asked for."""
+        while self.seals:
+            effect = self.seals.pop(0)
+            arena = self.arenas[effect.arena_id]
+            state, version = arena.slots[effect.slot]
+            held = version if state != "free" else None
+            fits = held is not None and effect.version in (None, held)
+            if fits:
+                arena.slots[effect.slot] = ("sealed", held)
+            where = (arena.index, self.ranks, self.ranks, 1)
+            problem = "" if fits else "half written"
+            self.do(e.SlotSealed(arena.arena_id, effect.slot, held if fits else effect.version, *where, problem))
+
+    def snapshot(self, step: int) -> None:
+        """A whole version on all ranks."""
+        for index in range(self.ranks):
+            self.commit(index, step, self.write(index, step))
+        self.seal()
+        assert self.core.kept.complete == self.version(step)
+
+    def snapshot_under(self, grant: OpenGrant) -> None:
+        for index, slot in grant.slots.items():
+            self.commit(index, grant.step, self.write(index, grant.step, slot=slot))
+        self.seal()
+        assert self.core.kept.complete == self.version(grant.step)
+
+    def replace_keeper(self, *, give_back: bool = True) -> None:
+        """The keeper is killed; a new one adopts the arenas."""
+        self.core = Core(Limits())
+        self.stop_after, self.seals = None, []
+        if give_back:
+            self.give_back(*self.arenas.values())
+
+    def give_back(self, *arenas: Paper) -> None:
+        for arena in arenas:
+            self.do(self.described(arena))
+
+    def end_life(self, *, first_pid: int = 100) -> None:
+        for index in range(self.ranks):
+            self.do(e.ProcessDied(first_pid + index))
+
+    def restored(self) -> list[Version | None]:
+        """What all ranks are told, which are asked for nothing else."""
+        return [message.version for _, message in self.sent if isinstance(message, RestoreFrom)]
+
+    def works(self, step: int) -> None:
+        """Snapshots go on: the next takes lead to a complete version, whoever is still copying."""
+        for attempt in range(4):
+            waiting = [grant for grant in self.core.grants.open if not grant.resolved]
+            if waiting and self._untouched(waiting[0]):
+                self.snapshot(max(step, waiting[0].step) + attempt)
+                return
+            for grant in waiting:
+                for index in grant.slots if grant.void else ():  # who sees it uses it, though it is for nothing
+                    self.commit(index, grant.step, self.write(index, grant.step, slot=grant.slots[index]))
+            self.seal()
+        raise AssertionError(f"no grant is given any more: {self.core.grants}")
+
+    def _untouched(self, grant: OpenGrant) -> bool:
+        """All ranks can see it, and none has used it."""
+        pages = (self.own(index).grant for index in range(self.ranks))
+        seen = all(page is not None and grant.serial in {one.serial for one in page.both} for page in pages)
+        return seen and len(grant.slots) == self.ranks and not any(map(grant.resolved_for, grant.slots))
