@@ -275,14 +275,18 @@ def newest(kind: type[R], pair: bytes) -> tuple[int, R] | None:
     return max(copies, key=lambda copy: copy[0]) if copies else None
 
 
-def write_pair(record: Record, pair: bytes, write: Callable[[int, bytes], None]) -> int:
-    """Write `record` over the older copy of `pair`; `write(offset_in_pair, data)`. Returns the new sequence."""
+def next_copy(kind: type[Record], pair: bytes) -> tuple[int, int]:
+    """(sequence, 0 or 1) of the copy to be written next: over the older one."""
     sequences = [
-        copy[0] if (copy := decode_copy(type(record), half)) else -1
+        copy[0] if (copy := decode_copy(kind, half)) else -1
         for half in (pair[:RECORD_BYTES], pair[RECORD_BYTES : 2 * RECORD_BYTES])
     ]
-    older = 0 if sequences[0] <= sequences[1] else 1
-    sequence = max(*sequences, 0) + 1
+    return max(*sequences, 0) + 1, 0 if sequences[0] <= sequences[1] else 1
+
+
+def write_pair(record: Record, pair: bytes, write: Callable[[int, bytes], None]) -> int:
+    """Write `record` over the older copy of `pair`; `write(offset_in_pair, data)`. Returns the new sequence."""
+    sequence, older = next_copy(type(record), pair)
     write(older * RECORD_BYTES, encode_copy(record, sequence))
     return sequence
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece, Stream, align
 from keepstep.trainer.shares import Sharing
 from keepstep.trainer.state import local_part
+from keepstep.trainer.stillness import Check, deal
 from keepstep.trainer.world import Ranks
 
 # A stretch of storage begins at such a multiple, so that every dtype in it stays aligned.
@@ -154,6 +155,7 @@ def _class_of(
 
 
 _shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
+_inner: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
 class Signature:
@@ -164,25 +166,48 @@ class Signature:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._locals = [t._local_tensor if type(t) is DTensor else t for t in tensors]
-        self._places = self._glance()
-        self._full = [_signature(t) for t in self._locals]
+        self._full = [_signature(_local(t)) for t in tensors]
+        self._shares = [_Addresses(dealt) for dealt in deal(tensors)]
 
-    def matches(self, tensors: list[torch.Tensor]) -> bool:
-        """The same objects, at the same addresses, with the same shapes; or others over the same bytes."""
+    def matches(self, tensors: list[torch.Tensor], share: int | None = None) -> bool:
+        """The same objects, at the same addresses, with the same shapes; or others over the same bytes.
+
+        With a share, only of that part of the same objects.
+        """
         if len(tensors) != len(self._tensors):
             return False
         if all(map(operator.is_, tensors, self._tensors)):
-            return self._glance() == self._places
-        locals_ = [t._local_tensor if type(t) is DTensor else t for t in tensors]
-        if [_signature(t) for t in locals_] != self._full:
+            shares = self._shares if share is None else [self._shares[share % len(self._shares)]]
+            return all(one.hold() for one in shares)
+        if [_signature(_local(t)) for t in tensors] != self._full:
             return False
-        self._tensors, self._locals = tensors, locals_  # recognised at a glance the next time
+        self._tensors = tensors  # recognised at a glance the next time
+        self._shares = [_Addresses(dealt) for dealt in deal(tensors)]
         return True
 
-    def _glance(self) -> tuple[list[int], list[torch.Size]]:
-        """Of the same objects. Through `map`, because it is done for every tensor in each `take`."""
+    def checks(self) -> list[Check]:
+        """All of it, piece by piece."""
+        return [one.hold for one in self._shares]
+
+
+class _Addresses:
+    """Where some tensors lie, and how. Through `map`, because it is looked at in every `take`."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._locals = [_local(t) for t in tensors]
+        self._outer = [t for t in tensors if type(t) is DTensor]
+        self._inner = [t._local_tensor for t in self._outer]
+        self._found = self._look()
+
+    def hold(self) -> bool:
+        return all(map(operator.is_, map(_inner, self._outer), self._inner)) and self._look() == self._found
+
+    def _look(self) -> tuple[list[int], list[torch.Size]]:
         return list(map(torch.Tensor.data_ptr, self._locals)), list(map(_shape, self._locals))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if type(tensor) is DTensor else tensor
 
 
 def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -64,6 +64,8 @@ class Job:
     departures: list[Departure] = field(default_factory=list)
     """one for each device"""
     void: str = ""
+    look: Callable[[], str] = lambda: ""
+    """all that `take` has relied on, again: why the snapshot is void, or nothing"""
 
     @property
     def lazy(self) -> list[Unit | Coded]:
@@ -129,7 +131,15 @@ class Capture:
     # On the caller's thread
 
     def begin(
-        self, view: ArenaView, slot: int, version: Version, plan: CopyPlan, values: bytes, *, inexact: bool
+        self,
+        view: ArenaView,
+        slot: int,
+        version: Version,
+        plan: CopyPlan,
+        values: bytes,
+        *,
+        inexact: bool,
+        look: Callable[[], str] = lambda: "",
     ) -> None:
         """Start one snapshot. Raises CaptureError when it cannot be done now; the slot is then nobody's."""
         parts = plan.parts(self._fence.watched)
@@ -144,7 +154,7 @@ class Capture:
         arena.segment.write(arena.values_span(slot).offset, values)
         view.write_layout(slot, plan)
         gates = {index: Gate() for index in parts.owners}
-        job = Job(version, view, slot, header, plan, parts, gates, self._check(plan, parts))
+        job = Job(version, view, slot, header, plan, parts, gates, self._check(plan, parts), look=look)
         self._copy_eager(job, parts.small, "small")
         self._copy_eager(job, parts.eager, "eager")
         self._gather_now(job)
@@ -292,6 +302,7 @@ class Capture:
 
         for departure in job.departures:
             departure.issue(passed, lambda size: self._pace(size, job.gates.values()))
+        job.void = job.void or job.look()
         self._copy_host(job, host, passed)
 
     def _copy_host(self, job: Job, units: list[Unit | Coded], passed: Callable[[int], None]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from keepstep import values as codec
 from keepstep.errors import IntegrityError
 from keepstep.values import InlineTensor
 
@@ -20,16 +21,38 @@ log = logging.getLogger("keepstep")
 Generator = torch.Generator | random.Random | np.random.Generator
 
 
-def rng_state() -> dict[str, Any]:
-    """All global random states. Devices only where CUDA is in use: asking would start it."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": inline_tensor(torch.get_rng_state()),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = [inline_tensor(device_state) for device_state in torch.cuda.get_rng_state_all()]
-    return state
+class GlobalStates:
+    """All global random states, encoded. What nobody draws from in the training loop is encoded once."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[Any, bytes]] = {}
+
+    def read(self) -> dict[str, bytes]:
+        """Devices only where CUDA is in use: asking would start it."""
+        python, numpy = random.getstate(), np.random.get_state()
+        assert isinstance(numpy, tuple)
+        name, key, *rest = numpy
+        found = {
+            "python": self._encode("python", python, python),
+            "numpy": self._encode("numpy", (name, bytes(key), *rest), numpy),
+            "torch": codec.encode(inline_tensor(torch.get_rng_state()), path="torch"),
+        }
+        if torch.cuda.is_initialized():
+            states = [inline_tensor(state) for state in torch.cuda.get_rng_state_all()]
+            found["cuda"] = codec.encode(states, path="cuda")
+        return found
+
+    def _encode(self, name: str, mark: Any, state: Any) -> bytes:
+        """`mark` is equal when the state is."""
+        last = self._last.get(name)
+        if last is None or last[0] != mark:
+            last = self._last[name] = (mark, codec.encode(state, path=name))
+        return last[1]
+
+
+def decode_globals(parts: Mapping[str, bytes]) -> dict[str, Any]:
+    """What `GlobalStates.read` encoded."""
+    return {name: codec.decode(part) for name, part in parts.items()}
 
 
 def set_rng_state(saved: Mapping[str, Any]) -> None:
@@ -75,9 +98,14 @@ def loader_generators(loader: Any) -> list[torch.Generator]:
 
 def inline_tensor(tensor: torch.Tensor) -> InlineTensor:
     """A small tensor as a value: its shape may change from step to step."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu() if not _is_bytes(tensor) else tensor
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return InlineTensor(str(plain.dtype).removeprefix("torch."), tuple(plain.shape), data)
+
+
+def _is_bytes(tensor: torch.Tensor) -> bool:
+    """As random states are: nothing has to be done to them."""
+    return tensor.dtype is torch.uint8 and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def from_inline(value: InlineTensor) -> torch.Tensor:

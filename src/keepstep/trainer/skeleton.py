@@ -3,7 +3,7 @@
 A skeleton remembers every place where a tensor (or a submodule) hangs. While each place still holds
 the same object, and no place was added or removed, `state_dict()` would give the same structure with
 the same tensors. It is made only for objects whose `state_dict()` is torch's own, without hooks; all
-others are asked every time.
+others are asked every time. Places are dealt into shares (`stillness`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,53 @@ from typing import Any
 
 import torch
 
+from keepstep.trainer.stillness import Check, deal
+
 _values: Callable[[dict[Any, Any]], Iterable[Any]] = operator.methodcaller("values")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One module, or the state of one parameter."""
+
+    containers: tuple[dict[Any, Any], ...]
+    """where tensors and submodules hang"""
+    rules: tuple[Any, ...] = ()
+    """hooks and the like that change what a state is: as many as before"""
+
+
+class Places:
+    """Some parts, and what they held."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._containers = [container for part in parts for container in part.containers]
+        self._rules = [rule for part in parts for rule in part.rules]
+        self._lengths = self._measure()
+        # What is empty shows by its length when it is not any more.
+        self._full = [container for container in self._containers if container]
+        self._keys = list(chain.from_iterable(self._full))
+        self._things = list(chain.from_iterable(map(_values, self._full)))
+
+    def hold(self) -> bool:
+        """Whether everything is still where it was. By calls that run outside the interpreter: it is long."""
+        return (
+            self._measure() == self._lengths
+            and all(map(operator.is_, chain.from_iterable(map(_values, self._full)), self._things))
+            and all(map(operator.is_, chain.from_iterable(self._full), self._keys))
+        )
+
+    def _measure(self) -> list[int]:
+        return [*map(len, self._containers), *map(len, self._rules)]
 
 
 @dataclass
 class Skeleton:
     """The places of one object, the tensors in the order of its state, and that state's encoded structure."""
 
-    containers: list[dict[Any, Any]]
-    """where tensors and submodules hang"""
-    rules: list[Any]
-    """hooks and the like that change what a state is: as many as before"""
+    top: list[Part]
+    """how the object is put together: always looked at in full"""
+    parts: list[Part]
+    """where its tensors hang"""
     tensors: list[torch.Tensor]
     encoded: bytes
     optimizer: torch.optim.Optimizer | None = None
@@ -36,27 +72,27 @@ class Skeleton:
     """per parameter group, who they are: the indices are counted in this order"""
 
     def __post_init__(self) -> None:
-        self._lengths = self._measure()
-        self._keys = list(chain.from_iterable(self.containers))
-        self._things = list(chain.from_iterable(map(_values, self.containers)))
+        self._shares = [Places(parts) for parts in deal(self.parts)]
+        self._top = Places(self.top)
+        self._state = self.optimizer.state if self.optimizer is not None else None
 
-    def holds(self) -> bool:
-        """Whether everything is still where it was. By calls that run outside the interpreter: it is long."""
-        if self._measure() != self._lengths:
-            return False
-        if not all(map(operator.is_, chain.from_iterable(map(_values, self.containers)), self._things)):
-            return False
-        if not all(map(operator.is_, chain.from_iterable(self.containers), self._keys)):
-            return False
-        return self.optimizer is None or self._same_groups()
+    def holds(self, share: int | None = None) -> bool:
+        """Whether everything is still where it was; with a share, whether that is."""
+        shares = self._shares if share is None else [self._shares[share % len(self._shares)]]
+        return all(places.hold() for places in shares) and self._same_top()
 
-    def _measure(self) -> list[int]:
-        return [*map(len, self.containers), *map(len, self.rules)]
+    def checks(self) -> list[Check]:
+        """All of `holds`, piece by piece."""
+        return [*(places.hold for places in self._shares), self._same_top]
 
-    def _same_groups(self) -> bool:
-        assert self.optimizer is not None
+    def _same_top(self) -> bool:
+        """The same submodules; or the same parameters in the same groups, each with the same dict of its own."""
+        if not self._top.hold():
+            return False
+        if self.optimizer is None:
+            return True
         # `optimizer.load_state_dict` puts another dict there, and leaves the old one as it was.
-        return self.optimizer.state is self.containers[0] and _identities(self.optimizer) == self.parameters
+        return self.optimizer.state is self._state and _identities(self.optimizer) == self.parameters
 
     def param_groups(self) -> list[dict[str, Any]]:
         """As `optimizer.state_dict()` writes them."""
@@ -70,14 +106,15 @@ class Skeleton:
 
 def of_module(module: torch.nn.Module, state: Any, encoded: bytes) -> Skeleton | None:
     """None when the module's state is more than its parameters and buffers."""
-    containers: list[dict[Any, Any]] = []
-    rules: list[Any] = []
+    top: list[Part] = []
+    parts: list[Part] = []
     tensors: list[torch.Tensor] = []
     for part in module.modules():
         if not _is_ordinary(part):
             return None
-        containers += (part._parameters, part._buffers, part._modules)
-        rules += (part._state_dict_hooks, part._state_dict_pre_hooks, part._non_persistent_buffers_set)
+        top.append(Part((part._modules,)))
+        rules = (part._state_dict_hooks, part._state_dict_pre_hooks, part._non_persistent_buffers_set)
+        parts.append(Part((part._parameters, part._buffers), rules))
     for value in state.values():
         if not isinstance(value, torch.Tensor):
             return None
@@ -89,7 +126,7 @@ def of_module(module: torch.nn.Module, state: Any, encoded: bytes) -> Skeleton |
         if name not in live:
             return None
         tensors.append(live[name])
-    return Skeleton(containers, rules, tensors, encoded)
+    return Skeleton(top, parts, tensors, encoded)
 
 
 def _is_ordinary(part: torch.nn.Module) -> bool:
@@ -113,10 +150,10 @@ def of_optimizer(
             return None
         if not all(isinstance(value, torch.Tensor) for value in inner.values()):
             return None
-    containers = [optimizer.state, *optimizer.state.values()]
-    hooks = [optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks]
+    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+    top, parts = [Part((optimizer.state,), hooks)], [Part((inner,)) for inner in optimizer.state.values()]
     indices = [list(group["params"]) for group in state["param_groups"]]
-    return Skeleton(containers, hooks, list(tensors), encoded, optimizer, indices, _identities(optimizer))
+    return Skeleton(top, parts, list(tensors), encoded, optimizer, indices, _identities(optimizer))
 
 
 def _identities(optimizer: torch.optim.Optimizer) -> list[list[int]]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -59,6 +60,7 @@ from keepstep.trainer.saved import RandomStates, Saved
 from keepstep.trainer.shares import Sharing
 from keepstep.trainer.sources import Sources
 from keepstep.trainer.state import Reader, Reading
+from keepstep.trainer.stillness import Check, Stillness
 from keepstep.trainer.turns import Turns
 from keepstep.trainer.view import ArenaView
 from keepstep.trainer.world import World
@@ -100,6 +102,7 @@ class Snapshotter:
         self._link.arena_id = lambda: self._memory.arena_id
         self._plans: Turns | None = None
         self._signature: blocks.Signature | None = None
+        self._stillness = Stillness(restless=bool(self._sharded))
         self._waiting = Waiting()
         self._progress = -1
         self._used = ("", -1)
@@ -304,8 +307,11 @@ class Snapshotter:
     def _begin_capture(self, version: Version, grant: Grant, *, inexact: bool) -> PendingSnapshot:
         view = self._memory.view
         assert view is not None
-        reading = self._reader.read()
-        plan = self._current_plans(reading).at(version.step)
+        share = self._stillness.share()
+        reading = self._reader.read(share)
+        if share is not None and not self._known(reading, share):
+            share, reading = None, self._reader.read()
+        plan = self._current_plans(reading, share).at(version.step)
         need = ArenaNeed(len(plan.encoded), len(reading.values), plan.payload_bytes)
         if not view.arena.fits(need):
             wanted = sizing.need_of(plan, len(reading.values), [], self._sharing)
@@ -313,14 +319,26 @@ class Snapshotter:
             raise CaptureError(f"the state has outgrown its arena ({plan.payload_bytes:,} bytes); a larger one is made")
         pending = PendingSnapshot(version.step)
         self._waiting.add(version, pending)
-        self._capture.begin(view, grant.slot, version, plan, reading.values, inexact=inexact)
+        look = partial(self._stillness.look, self._checks(reading), share)
+        self._capture.begin(view, grant.slot, version, plan, reading.values, inexact=inexact, look=look)
         return pending
 
-    def _current_plans(self, reading: Reading) -> Turns:
-        """The cached plans while every tensor is where and what it was; new ones otherwise."""
-        if self._plans is None or self._signature is None or not self._signature.matches(reading.tensors):
+    def _known(self, reading: Reading, share: int | None) -> bool:
+        """Every tensor is where and what it was when the plans were made, as far as `share` tells."""
+        return self._signature is not None and self._signature.matches(reading.tensors, share)
+
+    def _current_plans(self, reading: Reading, share: int | None) -> Turns:
+        """The cached plans while nothing has changed; new ones otherwise."""
+        if self._plans is None or (share is None and not self._known(reading, None)):
             self._plans = self._make_plans(reading)
+            self._stillness.start_again()
         return self._plans
+
+    def _checks(self, reading: Reading) -> list[Check]:
+        """All that a `take` relies on."""
+        signature = self._signature  # another thread may take it away: then there is a new layout next time
+        addresses = signature.checks() if signature is not None else []
+        return [*addresses, *(check for one in reading.relied_on for check in one.checks())]
 
     def _make_plans(self, reading: Reading) -> Turns:
         ranks_of = self._replicas().ranks_of

@@ -34,7 +34,7 @@ from keepstep.trainer.items import (
     is_untouched,
     unwrap_optimizer,
 )
-from keepstep.trainer.rng import generator_state, inline_tensor, loader_generators, rng_state
+from keepstep.trainer.rng import GlobalStates, decode_globals, generator_state, inline_tensor, loader_generators
 from keepstep.values import TensorRef, TorchDevice, TorchDtype, TorchSize
 
 # Tensors up to this size in schedulers, loaders and the like are values: their shape may change at every step.
@@ -50,6 +50,8 @@ class Reading:
     values: bytes
     tensors: list[torch.Tensor]
     parts: dict[str, tuple[int, dict[str, bytes]]]
+    relied_on: list[skeleton.Skeleton]
+    """what was recognised as unchanged, perhaps by a share of it"""
 
     def paths(self) -> dict[int, str]:
         """Tensor index -> path, for layouts and messages."""
@@ -70,33 +72,35 @@ class Reader:
     rng: bool
     grads: bool
     _known: dict[str, skeleton.Skeleton] = field(default_factory=dict)
+    _globals: GlobalStates = field(default_factory=GlobalStates)
 
-    def read(self) -> Reading:
+    def read(self, share: int | None = None) -> Reading:
+        """With a share, only that is looked at of what was seen before (`stillness`)."""
         tensors: list[torch.Tensor] = []
-        parts = {item.path: (len(tensors), self._read(item, tensors)) for item in self.items.all}
+        parts = {item.path: (len(tensors), self._read(item, tensors, share)) for item in self.items.all}
         tree: dict[str, Any] = {"items": {path: list(part) for path, part in parts.items()}}
         if self.grads:
             found = [p.grad for o in self.items.optimizers for group in o.param_groups for p in group["params"]]
             parts["grads"] = (len(tensors), {WHOLE: _encode(_walk(found, tensors, len(tensors)), "grads")})
             tree["grads"] = list(parts["grads"])
         if self.rng:
-            tree["rng"] = rng_state()
+            tree["rng"] = self._globals.read()
             tree["loaders"] = {
                 item.path: [generator_state(generator) for generator in loader_generators(item.thing)]
                 for item in self.items.of(LOADER)
             }
-        return Reading(_encode(tree, "state"), tensors, parts)
+        return Reading(_encode(tree, "state"), tensors, parts, list(self._known.values()))
 
-    def _read(self, item: Item, tensors: list[torch.Tensor]) -> dict[str, bytes]:
+    def _read(self, item: Item, tensors: list[torch.Tensor], share: int | None) -> dict[str, bytes]:
         try:
-            return self._parts(item, tensors)
+            return self._parts(item, tensors, share)
         except RecursionError:
             raise CaptureError(
                 f"{item.path} contains itself, or is nested hundreds of levels deep",
                 hint="store an index or a name in place of the reference",
             ) from None
 
-    def _parts(self, item: Item, tensors: list[torch.Tensor]) -> dict[str, bytes]:
+    def _parts(self, item: Item, tensors: list[torch.Tensor], share: int | None) -> dict[str, bytes]:
         first = len(tensors)
         if item.kind == LOADER and is_untouched(item.thing):
             return {WHOLE: _encode(None, item.path)}
@@ -106,7 +110,7 @@ class Reader:
             return {WHOLE: _encode(_walk(item.thing, tensors, first), item.path)}
         if item.kind in (MODULE, OPTIMIZER):
             known = self._known.get(item.path)
-            if known is not None and known.holds():
+            if known is not None and known.holds(share):
                 tensors.extend(known.tensors)
                 if item.kind == MODULE:
                     return {WHOLE: known.encoded}
@@ -140,6 +144,8 @@ def decode(values: bytes) -> dict[str, Any]:
     if not isinstance(tree, dict) or not isinstance(tree.get("items"), dict):
         raise IntegrityError("the values of the snapshot are not what this keepstep writes")
     tree["items"] = {path: _join(part) for path, part in tree["items"].items()}
+    if "rng" in tree:
+        tree["rng"] = decode_globals(tree["rng"])
     if "grads" in tree:
         tree["grads"] = _join(tree["grads"])
     return tree

@@ -1,0 +1,85 @@
+"""Is everything still where it was? `take` looks at a share of it, the copy thread at all of it.
+
+Layout and sources of a snapshot are cached, and valid while every place of the state holds the same tensor at the same
+address. To look at all of them takes the training thread about a microsecond for each tensor. So a state that has not
+moved for a few snapshots is trusted: inside `take` one share is looked at, another one each time, dealt over all of it,
+so that what moves many tensors (`module.to`, a swap with averaged weights, off-loading) shows at once; behind it, while
+bytes are on their way, everything. What has moved voids that snapshot, and trust has to be earned again.
+
+A state that moves whenever training goes on, as FSDP's does in forward, shows that in its first snapshots: it is looked
+at in full inside every `take`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LOOKS = 3
+"""full looks inside `take`, and as many behind it, before a share is enough"""
+MAX_BREACHES = 3
+"""so often trust may be broken before it is never given again"""
+MAX_SHARES = 16
+SHARE_ITEMS = 16
+"""fewer are not worth a share of their own"""
+
+MOVED = "a tensor of the state was moved or replaced without being noticed inside take"
+
+Check = Callable[[], bool]
+
+
+def deal(items: Sequence[T]) -> list[list[T]]:
+    """Into shares. Shuffled, because models repeat themselves: each share shall see something of every kind."""
+    items = list(items)
+    random.Random(len(items)).shuffle(items)
+    count = max(1, min(MAX_SHARES, len(items) // SHARE_ITEMS))
+    return [items[number::count] for number in range(count)]
+
+
+class Stillness:
+    """How far one state is trusted not to move. `share` is for the training thread, `look` for the copy thread."""
+
+    def __init__(self, *, restless: bool = False) -> None:
+        """`restless`: it is known to move."""
+        self._restless = restless
+        self._looks = 0
+        self._breaches = 0
+        self._turn = 0
+
+    def share(self) -> int | None:
+        """Which share to look at in this `take`; None: everything."""
+        if self._restless or self._looks < LOOKS:
+            return None
+        self._turn += 1
+        return self._turn
+
+    def start_again(self) -> None:
+        """There is another layout, or something has moved."""
+        self._looks = 0
+
+    def look(self, checks: Sequence[Check], share: int | None) -> str:
+        """Behind a `take` that has looked at `share`. Returns why its snapshot is void, or nothing."""
+        if self._restless:
+            return ""
+        if _all(checks):
+            self._looks += 1
+            return ""
+        if share is None:  # it was where it should be, and has moved since: that is how this state is
+            self._restless = True
+            return ""
+        self._breaches += 1
+        self._restless = self._breaches >= MAX_BREACHES
+        self.start_again()
+        return MOVED
+
+
+def _all(checks: Sequence[Check]) -> bool:
+    for check in checks:
+        if not check():
+            return False
+        time.sleep(0)  # each runs outside the interpreter's loop, and so holds it: the training thread may be waiting
+    return True

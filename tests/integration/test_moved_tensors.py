@@ -1,0 +1,121 @@
+"""Tensors that are moved or replaced between two takes: the snapshot is exact, or void and the next one is exact.
+
+A state that has not moved for a while is looked at in shares inside `take` (stillness.py), so that what moves a single
+tensor may be noticed only behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import keepstep
+from keepstep.testing.run import LocalRun
+from keepstep.trainer.stillness import LOOKS, MOVED
+
+LAYERS = 60
+
+
+class Training:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(LAYERS)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self) -> None:
+        for number, parameter in enumerate(self.model.parameters()):
+            parameter.grad = torch.full_like(parameter, 1.0 + number % 3)
+        self.optimizer.step()
+
+    def parameter(self, number: int) -> torch.nn.Parameter:
+        return list(self.model.parameters())[number % (2 * LAYERS)]
+
+    def tensors(self) -> list[torch.Tensor]:
+        moments = [state[name] for state in self.optimizer.state.values() for name in sorted(state)]
+        return [t.detach().clone() for t in (*self.model.parameters(), *moments)]
+
+
+def move_one(training: Training, trial: int) -> None:
+    parameter = training.parameter(7 * trial + 3)
+    parameter.data = parameter.data + 1
+
+
+def replace_a_moment(training: Training, trial: int) -> None:
+    state = training.optimizer.state[training.parameter(11 * trial + 5)]
+    state["exp_avg"] = state["exp_avg"] + 1
+
+
+def move_all(training: Training, trial: int) -> None:
+    for parameter in training.model.parameters():
+        parameter.data = parameter.data + 1
+
+
+@pytest.mark.parametrize("change", [move_one, replace_a_moment, move_all], ids=lambda change: change.__name__)
+@pytest.mark.timeout(180)
+def test_what_has_moved_is_never_captured_as_it_was(change: Callable[[Training, int], None]) -> None:
+    void = 0
+    with LocalRun() as run:
+        training, step = Training(), 0
+        for trial in range(3):
+            snapshots = keepstep.Snapshotter(training.state, run.config())
+            restored = snapshots.restore()
+            assert (restored is None) == (trial == 0)
+            for _ in range(LOOKS + 2):  # until it is trusted
+                training.step()
+                step += 1
+                assert snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
+            for attempt in range(3):
+                training.step()
+                step += 1
+                if attempt == 0:
+                    change(training, trial)
+                taken = snapshots.take(step)
+                state = training.tensors()
+                if taken.wait(timeout_s=10) >= keepstep.Survives.PROCESS:
+                    break
+                assert attempt == 0, taken.reason
+                assert MOVED in taken.reason
+                void += 1
+            else:
+                raise AssertionError("snapshots do not go on")
+            snapshots.close(finished=False)
+            again = Training()
+            check = keepstep.Snapshotter(again.state, run.config())
+            found = check.restore()
+            assert found is not None
+            assert found.step == step
+            assert all(torch.equal(one, other) for one, other in zip(again.tensors(), state, strict=True))
+            check.close(finished=False)
+            training = again
+    assert void <= (0 if change is move_all else 3), "what moves everything is noticed inside take"
+
+
+@pytest.mark.timeout(60)
+def test_weights_that_are_swapped_for_the_take_only_are_what_is_captured() -> None:
+    """Behind it everything is as before: only the look inside `take` can tell."""
+    with LocalRun() as run:
+        training = Training()
+        snapshots = keepstep.Snapshotter(training.state, run.config())
+        snapshots.restore()
+        for step in range(LOOKS + 2):
+            training.step()
+            assert snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
+        training.step()
+        raw = [parameter.data for parameter in training.model.parameters()]
+        for parameter in training.model.parameters():
+            parameter.data = parameter.data * 0.5
+        averaged = training.tensors()
+        taken = snapshots.take(LOOKS + 2)
+        for parameter, data in zip(training.model.parameters(), raw, strict=True):
+            parameter.data = data
+        assert taken.wait(timeout_s=10) >= keepstep.Survives.PROCESS
+        snapshots.close(finished=False)
+        again = Training()
+        check = keepstep.Snapshotter(again.state, run.config())
+        found = check.restore()
+        assert found is not None
+        assert all(torch.equal(one, other) for one, other in zip(again.tensors(), averaged, strict=True))
+        check.close(finished=False)

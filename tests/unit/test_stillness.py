@@ -1,0 +1,199 @@
+"""What is looked at inside `take`, what behind it, and what becomes of a snapshot whose tensors had moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from keepstep.trainer.blocks import Signature
+from keepstep.trainer.items import Items
+from keepstep.trainer.state import Reader
+from keepstep.trainer.stillness import LOOKS, MAX_BREACHES, MAX_SHARES, MOVED, Stillness, deal
+
+
+def moved() -> bool:
+    return False
+
+
+def still() -> bool:
+    return True
+
+
+def trusted() -> Stillness:
+    stillness = Stillness()
+    for _ in range(LOOKS):
+        assert stillness.share() is None
+        assert stillness.look([still], None) == ""
+    assert stillness.share() is not None
+    return stillness
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 100, 1172, 40_000])
+def test_every_item_is_in_one_share(count: int) -> None:
+    shares = deal(range(count))
+    assert sorted(item for share in shares for item in share) == list(range(count))
+    assert 1 <= len(shares) <= MAX_SHARES
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_share_sees_something_of_every_kind_of_a_model_that_repeats_itself() -> None:
+    kinds = [number % 16 for number in range(16 * 64)]
+    for share in deal(list(enumerate(kinds))):
+        assert len({kind for _, kind in share}) >= 12
+
+
+def test_shares_come_round() -> None:
+    stillness = trusted()
+    turns = []
+    for _ in range(2 * MAX_SHARES):
+        share = stillness.share()
+        assert share is not None
+        turns.append(share % MAX_SHARES)
+    assert set(turns) == set(range(MAX_SHARES))
+
+
+def test_what_has_moved_unnoticed_voids_the_snapshot_and_trust_is_earned_again() -> None:
+    stillness = trusted()
+    assert stillness.look([still, moved], 1) == MOVED
+    for _ in range(LOOKS):
+        assert stillness.share() is None
+        stillness.look([still], None)
+    assert stillness.share() is not None
+
+
+def test_trust_that_is_broken_again_and_again_is_not_given_any_more() -> None:
+    stillness = Stillness()
+    for _ in range(MAX_BREACHES):
+        for _ in range(LOOKS):
+            stillness.look([still], None)
+        stillness.look([moved], 1)
+    for _ in range(3 * LOOKS):
+        stillness.look([still], None)
+    assert stillness.share() is None
+
+
+def test_a_state_that_moves_while_training_goes_on_is_looked_at_in_full_and_nothing_is_void() -> None:
+    stillness = Stillness()
+    assert stillness.look([moved], None) == ""
+    for _ in range(3 * LOOKS):
+        assert stillness.look([still], None) == ""
+    assert stillness.share() is None
+
+
+# What is looked at
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(40)])
+        self.norm = torch.nn.BatchNorm1d(3)
+
+
+class State:
+    def __init__(self) -> None:
+        self.model = Model()
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        self.reader = Reader(Items({"model": self.model, "optimizer": self.optimizer}), rng=False, grads=False)
+        reading = self.reader.read()
+        self.signature = Signature(reading.tensors)
+        reading = self.reader.read()  # the first one was of what state_dict() gave, which are other objects
+        assert self.signature.matches(reading.tensors)
+        self.checks = [*self.signature.checks(), *(check for one in reading.relied_on for check in one.checks())]
+
+    @property
+    def some(self) -> torch.nn.Parameter:
+        layer = self.model.layers[17]
+        assert isinstance(layer, torch.nn.Linear)
+        return layer.weight
+
+    def seen_behind(self) -> bool:
+        return not all(check() for check in self.checks)
+
+    def seen_in_full(self) -> bool:
+        reading = self.reader.read()
+        return not self.signature.matches(reading.tensors)
+
+
+def move_data(state: State) -> None:
+    state.some.data = state.some.data.clone()
+
+
+def grow_in_place(state: State) -> None:
+    state.optimizer.state[state.some]["exp_avg"].resize_(4, 3)
+
+
+def replace_parameter(state: State) -> None:
+    state.model.layers[17].weight = torch.nn.Parameter(state.some.detach().clone())
+
+
+def replace_moment(state: State) -> None:
+    state.optimizer.state[state.some]["exp_avg"] = torch.zeros(3, 3)
+
+
+def replace_state_of_one(state: State) -> None:
+    state.optimizer.state[state.some] = {**state.optimizer.state[state.some]}
+
+
+def add_moment(state: State) -> None:
+    state.optimizer.state[state.some]["max"] = torch.zeros(3, 3)
+
+
+def load_optimizer(state: State) -> None:
+    state.optimizer.load_state_dict(state.optimizer.state_dict())
+
+
+def replace_module(state: State) -> None:
+    state.model.layers[17] = torch.nn.Linear(3, 3)
+
+
+def add_buffer(state: State) -> None:
+    state.model.layers[17].register_buffer("extra", torch.zeros(1))
+
+
+def rename(state: State) -> None:
+    layers = state.model.layers
+    layer = layers[17]
+    layer._parameters["other"] = layer._parameters.pop("weight")
+    layer._parameters["bias"] = layer._parameters.pop("bias")
+
+
+def hook(state: State) -> None:
+    state.model.layers[17].register_state_dict_post_hook(lambda *args: None)
+
+
+CHANGES = [
+    move_data, grow_in_place, replace_parameter, replace_moment, replace_state_of_one, add_moment, load_optimizer,
+    replace_module, add_buffer, rename, hook,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_any_change_in_any_place_is_seen_behind(change: Callable[[State], None]) -> None:
+    state = State()
+    assert not state.seen_behind()
+    assert not state.seen_in_full()
+    change(state)
+    assert state.seen_behind()
+
+
+@pytest.mark.parametrize("share", range(MAX_SHARES))
+def test_what_moves_every_parameter_is_seen_inside_take_by_any_share(share: int) -> None:
+    state = State()
+    assert state.signature.matches(state.reader.read(share).tensors, share)
+    for parameter in state.model.parameters():
+        parameter.data = parameter.data.clone()
+    assert not state.signature.matches(state.reader.read(share).tensors, share)
+
+
+@pytest.mark.parametrize("share", range(MAX_SHARES))
+def test_a_model_that_is_made_anew_is_seen_inside_take_by_any_share(share: int) -> None:
+    state = State()
+    for index in range(40):
+        state.model.layers[index] = torch.nn.Linear(3, 3)
+    assert not state.signature.matches(state.reader.read(share).tensors, share)
