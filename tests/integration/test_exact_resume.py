@@ -289,7 +289,7 @@ def test_fsdp2_on_two_ranks_in_all_its_settings(server: Server, places: list[Pla
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("trial", [
-    Trial("ddp:rehearse=1,bucket_mb=0.05", "0@2:backward 3@4:step 1@5:take 2@6:restore 0@8:step", ranks=4),
+    Trial("ddp:rehearse=1,bucket_mb=0.05", "0@2:backward 3@4:step 2@4:restore 1@5:take 0@8:step", ranks=4),
     Trial("ddp:rehearse=1", "1@1:step 2@6:backward", ranks=3),
     Trial("fsdp", "2@2:step 0@4:backward 1@7:take", ranks=3),
 ], ids=lambda trial: f"{trial.case} on {trial.ranks}")  # fmt: skip
