@@ -121,6 +121,7 @@ class SlotSealed:
     problem: str = ""
     shares: tuple[ClassDigest, ...] = ()
     """(class, digest) of what the slot holds of state that other nodes hold too"""
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ def sealed(node: Node, event: e.SlotSealed) -> bool:
             grant.sealed.add(arena.local_index)
             grant.shares[arena.local_index] = event.shares
         node.count("sealed_bytes", event.size_bytes)
+        node.count("seal_seconds", event.took_s)
     return True
 
 

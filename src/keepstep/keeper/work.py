@@ -101,11 +101,10 @@ class Work:
                 sealed = self._again(lambda: self._seal_slot(arena, effect.slot, wanted))
         except Exception as error:
             return e.SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, str(error) or repr(error))
-        trainer = sealed.trainer
-        log.debug("sealed %s: %d bytes in %.3f s", trainer.version, snapshot_bytes(trainer), time.monotonic() - started)
+        trainer, shares = sealed.trainer, self._shares(arena, effect.slot)
         return e.SlotSealed(
             arena.arena_id, effect.slot, trainer.version, trainer.rank, trainer.world_size,
-            trainer.local_world_size, snapshot_bytes(trainer), shares=self._shares(arena, effect.slot),
+            trainer.local_world_size, snapshot_bytes(trainer), shares=shares, took_s=time.monotonic() - started,
         )  # fmt: skip
 
     def _verify(self, arena: Arena, effect: e.VerifySlot) -> e.SlotVerified:
