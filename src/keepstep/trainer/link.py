@@ -252,6 +252,11 @@ class Link:
                 log.error("the keeper refused arena %s: %s", arena_id, reason)
         return refused
 
+    def held(self) -> dict[str, int]:
+        """Duplicates of the node's memory by name; they may be closed at any time."""
+        with self._changing:
+            return dict(self._held)
+
     def hold(self, arena_id: str, fd: int) -> None:
         """Keep a duplicate of this rank's own memory, whether or not the keeper lives to ask for it."""
         with self._changing:

@@ -14,7 +14,7 @@ from keepstep.arena.header import Progress
 from keepstep.arena.segment import Mapping
 from keepstep.arena.slots import Arena
 from keepstep.config import ArenaConfig
-from keepstep.identity import start_time
+from keepstep.identity import Identity, start_time
 from keepstep.protocol import ArenaGiven, ArenaNeed, WantArena
 from keepstep.trainer import sizing
 from keepstep.trainer.link import Link
@@ -37,9 +37,15 @@ class Memory:
         self._step = -1
         self._self = (os.getpid(), start_time(os.getpid()))
         """who writes: a keeper that takes over fences us by it, should we not come back"""
+        self._spare: ArenaView | None = None
+        """of the arena that was restored from: most likely the one that is written next"""
         self._times_grown = 0
         self._changing = threading.Lock()
         self._closed = threading.Event()
+
+    def keep(self, view: ArenaView) -> None:
+        """Mapped already, and perhaps of use."""
+        self._spare = view
 
     def get(self, need: ArenaNeed, *, show: bool) -> None:
         """Have an arena with room for `need`. Raises the one error that a user gets when it does not fit."""
@@ -92,22 +98,27 @@ class Memory:
     def _move_into(self, arena_id: str, fd: int, *, show: bool) -> None:
         if self.view is not None and self.view.arena.arena_id == arena_id:
             return
-        own, identity = os.dup(fd), self._link.identity
+        view = self._open(arena_id, fd)
         try:
-            arena = Arena.adopt(own, run_id=identity.run_id, node_id=identity.node_id)
-            mapping = Mapping(arena.segment)
-            with _ProgressLine(arena.segment.size_bytes, enabled=show) as progress:
-                mapping.populate(self._config.prefault_threads, progress)
-            view = ArenaView(arena, mapping)
+            with _ProgressLine(view.arena.segment.size_bytes, enabled=show) as progress:
+                view.mapping.populate(self._config.prefault_threads, progress)
             view.register_with_cuda()
         except BaseException:
-            os.close(own)
+            view.close()
             raise
         with self._changing:
             old, self.view = self.view, view
         if old is not None:
             old.close()
         self.note_progress(self._step)
+
+    def _open(self, arena_id: str, fd: int) -> ArenaView:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            if spare.arena.arena_id == arena_id:
+                return spare
+            spare.close()
+        return open_view(os.dup(fd), self._link.identity)
 
     def grow(self, need: ArenaNeed, *, before: Callable[[], object]) -> None:
         """A larger arena, made before the old one goes."""
@@ -145,8 +156,20 @@ class Memory:
         self.note_progress(self._step)
         with self._changing:
             view, self.view = self.view, None
-        if view is not None:
-            view.close()
+        for one in (view, self._spare):
+            if one is not None:
+                one.close()
+        self._spare = None
+
+
+def open_view(fd: int, identity: Identity) -> ArenaView:
+    """Takes the descriptor, also when it fails."""
+    try:
+        arena = Arena.adopt(fd, run_id=identity.run_id, node_id=identity.node_id)
+        return ArenaView(arena, Mapping(arena.segment))
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 class _ProgressLine:

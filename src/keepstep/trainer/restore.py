@@ -90,8 +90,9 @@ class Writer:
         self._grads()
 
     def write(self) -> None:
+        writes, self._writes = self._writes, []  # they hold this object, and it the memory
         with torch.no_grad():
-            for write in self._writes:
+            for write in writes:
                 write()
 
     # Each kind of object

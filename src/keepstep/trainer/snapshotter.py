@@ -21,8 +21,6 @@ import torch
 
 from keepstep import layout as layouts
 from keepstep.arena.header import INEXACT, PRINTS, Grant
-from keepstep.arena.segment import Mapping as SegmentMap
-from keepstep.arena.slots import Arena
 from keepstep.config import Config, resolve
 from keepstep.errors import CaptureError, ConfigError, IntegrityError
 from keepstep.parity import device as parity
@@ -40,11 +38,12 @@ from keepstep.protocol import (
 )
 from keepstep.trainer import blocks, sizing
 from keepstep.trainer import state as states
+from keepstep.trainer.ahead import Ahead
 from keepstep.trainer.capture import Capture, Job
 from keepstep.trainer.fence import Fence
 from keepstep.trainer.items import MODULE, OPTIMIZER, STATEFUL, Items, unwrap_optimizer
 from keepstep.trainer.link import Link, Listeners
-from keepstep.trainer.memory import Memory
+from keepstep.trainer.memory import Memory, open_view
 from keepstep.trainer.pending import PendingSnapshot, Waiting
 from keepstep.trainer.place import (
     find_identity,
@@ -124,11 +123,13 @@ class Snapshotter:
         self._check_open()
         started = time.monotonic()
         self._warm_up()
-        answer, fds = self._link.request(WantRestore(), RestoreFrom, timeout_s=self.config.keeper.restore_s)
+        answer, fds, view = self._ask_what_to_restore()
         restored = None
         if answer.version is not None:
             with Sources(fds[1:]) as sources:
-                restored = self._load(answer, fds[0], sources, rehearsal, started)
+                view = view or open_view(fds[0], self._identity)
+                self._memory.keep(view)
+                restored = self._load(answer, view, sources, rehearsal, started)
         # Before the first step: all that can fail, fails here.
         need = self._foresee()
         self._memory.get(need, show=True)
@@ -136,29 +137,42 @@ class Snapshotter:
         self._begin(restored.step if restored else None)
         return restored
 
+    def _ask_what_to_restore(self) -> tuple[RestoreFrom, list[int], ArenaView | None]:
+        """The keeper checks every byte before it answers: meanwhile the memory is prepared that it will name."""
+        ahead = Ahead(self._link.held, self._identity, self._place.local_index)
+        arena_id = ""
+        try:
+            answer, fds = self._link.request(WantRestore(), RestoreFrom, timeout_s=self.config.keeper.restore_s)
+            arena_id = answer.arena_id if answer.version is not None else ""
+        finally:
+            view = ahead.take(arena_id)
+        if view is not None:
+            os.close(fds[0])
+        return answer, fds, view
+
     def _load(
-        self, answer: RestoreFrom, fd: int, sources: Sources, rehearsal: Callable[[], object] | None, started: float
+        self,
+        answer: RestoreFrom,
+        view: ArenaView,
+        sources: Sources,
+        rehearsal: Callable[[], object] | None,
+        started: float,
     ) -> Restored:
         assert answer.version is not None
         if rehearsal is not None:
             self._rehearse(rehearsal)
         else:
             self._warn_about_ddp()
-        arena = Arena.adopt(fd, run_id=self._identity.run_id, node_id=self._identity.node_id)
-        view = ArenaView(arena, SegmentMap(arena.segment))
         view.register_with_cuda([answer.slot])
-        try:
-            saved = _read_snapshot(view, answer, sources)
-            writer = Writer(saved, self._items, self._replicas().ranks_of)
-            writer.prepare()
-            writer.write()
-            checked = saved.check_devices()
-            _wait_for_devices()
-            random_states = RandomStates(saved.tree, self._items)
-            random_states.set()
-            del saved, writer  # they point into the arena
-        finally:
-            view.close()
+        saved = _read_snapshot(view, answer, sources)
+        writer = Writer(saved, self._items, self._replicas().ranks_of)
+        writer.prepare()
+        writer.write()
+        checked = saved.check_devices()
+        _wait_for_devices()
+        random_states = RandomStates(saved.tree, self._items)
+        random_states.set()
+        del saved, writer  # they point into the arena
         log.info("restored %s from %s: %s", answer.version, answer.source, "; ".join(answer.plan))
         if checked:
             log.info("%d fingerprints of devices are those of the captured state", checked)

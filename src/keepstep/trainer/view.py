@@ -33,8 +33,8 @@ class ArenaView:
         """by slot, parts (which are held, so that the key stays theirs) and device"""
         self._layouts: dict[int, bytes] = {}
         self._history: History | None = None
-        self._registered: list[int] = []
-        """addresses"""
+        self._registered: dict[int, int] = {}
+        """addresses by offset"""
 
     def payload(self, slot: int) -> torch.Tensor:
         span = self.arena.payload_span(slot)
@@ -96,6 +96,9 @@ class ArenaView:
             return
         # One range per slot: no copy may cross the border between two.
         spans = [self.arena.payload_span(slot) for slot in (range(self.arena.num_slots) if slots is None else slots)]
+        spans = [span for span in spans if span.offset not in self._registered]
+        if not spans:
+            return
         with ThreadPoolExecutor(max_workers=len(spans), thread_name_prefix="keepstep-register") as pool:
             failures = list(pool.map(self._register, spans))
         if any(failures):
@@ -106,11 +109,11 @@ class ArenaView:
         address = self.mapping.address + span.offset
         failure = int(torch.cuda.cudart().cudaHostRegister(address, span.size_bytes, 1))  # type: ignore[no-untyped-call]
         if not failure:
-            self._registered.append(address)
+            self._registered[span.offset] = address
         return failure
 
     def close(self) -> None:
-        for address in self._registered:
+        for address in self._registered.values():
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         self._targets.clear()
         self._cargo.clear()
