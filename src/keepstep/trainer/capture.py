@@ -96,7 +96,8 @@ class Capture:
     ) -> None:
         self._place, self._config, self._fence = place, config, fence
         self._committed, self._voided = committed, voided
-        self._queue: queue.Queue[Job | None] = queue.Queue(maxsize=1)
+        # Two may be in flight, and the thread may have begun neither: one that was staged whole has no gate to wait at.
+        self._queue: queue.Queue[Job | None] = queue.Queue(maxsize=2)
         self._copied: queue.Queue[tuple[Job, str] | None] = queue.Queue(maxsize=2)
         self.lanes = Lanes(config)
         self._random = random.Random()
