@@ -14,7 +14,8 @@ from lives_of_many import live
 from world_of_many import Setting
 
 from keepstep.keeper import events as e
-from keepstep.keeper import protecting, snapshots
+from keepstep.keeper import granting, protecting, snapshots, watermarks
+from keepstep.keeper.board import Board
 from keepstep.keeper.job import Job
 from keepstep.keeper.node import FREE, SEALED, Member, Node, Slot
 from keepstep.keeper.words import Orders
@@ -39,35 +40,35 @@ def only_a_newer_protected_version_frees_a_slot(patch: pytest.MonkeyPatch) -> No
         return None
 
     patch.setattr(snapshots, "_free_slot", free_slot)
-    patch.setattr(Job, "_expose", lambda self, now: None)
+    patch.setattr(watermarks, "expose", lambda board, now: None)
 
 
 def a_node_skips_on_its_own(patch: pytest.MonkeyPatch) -> None:
     """B2: who could not honour a grant is left out, and the version counts as complete for the rest."""
 
-    def settle(self: Job, now: float) -> None:
-        for grant in self.open:
-            if len(grant.said) == len(self.views) and grant.versions:
+    def settle(board: Board, now: float) -> None:
+        for grant in board.open:
+            if len(grant.said) == len(board.views) and grant.versions:
                 grant.void = None
                 grant.versions = {max(grant.versions)}
-                grant.sealed = len(self.views)
-        real(self, now)
+                grant.sealed = len(board.views)
+        real(board, now)
 
-    real = Job._settle
-    patch.setattr(Job, "_settle", settle)
+    real = granting.settle
+    patch.setattr(granting, "settle", settle)
 
 
 def what_is_late_is_dropped(patch: pytest.MonkeyPatch) -> None:
     """B3: a newer version takes the place of the one that is being protected."""
 
-    def protect(self: Job, now: float) -> None:
-        orders = self.orders
+    def protect(board: Board, now: float) -> None:
+        orders = board.orders
         if orders.target is not None and orders.complete is not None and orders.complete > orders.target:
-            self._change(target=None, attempt=orders.attempt + 1)
-        real(self, now)
+            board.change(target=None, attempt=orders.attempt + 1)
+        real(board, now)
 
-    real = Job._protect
-    patch.setattr(Job, "_protect", protect)
+    real = watermarks.protect
+    patch.setattr(watermarks, "protect", protect)
 
 
 def groups_choose_what_to_protect(patch: pytest.MonkeyPatch) -> None:
@@ -108,14 +109,14 @@ def a_reader_pins_its_slot(patch: pytest.MonkeyPatch) -> None:
         found = {self.protected, self.complete, self.target, self.base, *pinned}
         return {version for version in found if version is not None}
 
-    def abandon(self: Job, reason: str, now: float) -> None:
-        pinned.add(self.orders.target)
-        real(self, reason, now)
+    def abandon(board: Board, reason: str, now: float) -> None:
+        pinned.add(board.orders.target)
+        real(board, reason, now)
 
     pinned: set[Any] = set()
-    real = Job._abandon
+    real = watermarks.abandon
     patch.setattr(Orders, "retain", property(retain))
-    patch.setattr(Job, "_abandon", abandon)
+    patch.setattr(watermarks, "abandon", abandon)
 
 
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[Setting, str]] = {

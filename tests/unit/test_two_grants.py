@@ -9,7 +9,7 @@ import pytest
 from paper import Node
 
 from keepstep.arena.header import Grant
-from keepstep.keeper.job import ONE_BY_ONE
+from keepstep.keeper.granting import ONE_BY_ONE
 
 
 def started(ranks: int = 1, slots: int = 3) -> Node:

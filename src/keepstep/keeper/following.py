@@ -11,7 +11,8 @@ import msgspec
 
 from keepstep.keeper import events as e
 from keepstep.keeper import protecting, restoring, snapshots
-from keepstep.keeper.job import GATHERING, Job, Terms
+from keepstep.keeper.board import GATHERING, Terms
+from keepstep.keeper.job import Job
 from keepstep.keeper.node import COMMITTED, CORRUPT, RESTORING, SERVING, Node
 from keepstep.keeper.words import GrantOrder, Orders, Report
 from keepstep.protocol import Done, NodeCard

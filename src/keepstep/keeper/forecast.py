@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from keepstep.errors import KeeperError
-from keepstep.keeper import job as jobs
+from keepstep.keeper.board import SERVING
 from keepstep.keeper.job import Job
 from keepstep.keeper.node import Node
 from keepstep.keeper.words import Report
@@ -52,7 +52,7 @@ def _coordinated(node: Node) -> Job:
             f"the keeper of node {other!r} coordinates this run, only it can say",
             hint=f"keepstep plan --node-id {other}, on the machine of that node",
         )
-    if node.job is None or node.job.state != jobs.SERVING:
+    if node.job is None or node.job.state != SERVING:
         raise KeeperError("the job is not training yet: nothing can be planned", hint="keepstep status --watch")
     return node.job
 
