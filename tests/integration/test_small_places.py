@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.testing.run import LocalRun
+from keepstep.testing.run import LocalRun, wait_until
 
 TRAINER = Path(__file__).with_name("trainer.py")
 root_only = pytest.mark.skipif(os.getuid() != 0, reason="namespaces and cgroups need root")
@@ -45,7 +46,18 @@ def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
     try:
         yield group
     finally:
+        wait_until(lambda: _is_removed(group), timeout_s=10, what=lambda: f"the end of {group}")
+
+
+def _is_removed(group: Path) -> bool:
+    """A process that has just ended still counts for a moment."""
+    try:
         group.rmdir()
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return False
+    return True
 
 
 @root_only
