@@ -75,7 +75,9 @@ def test_trainers_killed_at_random_instants_come_back_at_the_last_or_the_flying_
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("world", "slots", "every", "kills"), [(1, 2, 1, 80), (2, 2, 1, 80), (2, 3, 2, 40), (2, 3, 1, 40)])
+@pytest.mark.parametrize(
+    ("world", "slots", "every", "kills"), [(1, 2, 1, 80), (2, 2, 1, 80), (2, 3, 2, 40), (2, 3, 1, 40)]
+)
 def test_two_hundred_kills_lose_and_mix_nothing(zygote: Zygote, world: int, slots: int, every: int, kills: int) -> None:
     settings = {**RATE, "KEEPSTEP_ARENA_SLOTS": str(slots), "KEEPSTEP_EVERY": str(every)}
     seed = random.randrange(1 << 30)
