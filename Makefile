@@ -35,6 +35,7 @@ chaos: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_take.py --out benchmarks/results/take.json
+	$(BIN)/python benchmarks/bench_walk.py --out benchmarks/results/walk.json
 	$(BIN)/python benchmarks/bench_parity.py --out benchmarks/results/parity.json
 	$(BIN)/python benchmarks/bench_exchange.py --out benchmarks/results/exchange.json
 	$(BIN)/python benchmarks/bench_nodes.py --out benchmarks/results/nodes.json
