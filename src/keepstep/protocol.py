@@ -200,6 +200,7 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 class Void(msgspec.Struct, frozen=True, tag=True):
     """A grant that this rank cannot honour: nothing will be written into its slot."""
 
+    arena_id: str
     slot: int
     version: Version
     reason: str

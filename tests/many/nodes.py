@@ -183,7 +183,7 @@ class PlainTrainer:
         assert self.arena is not None
         granted = self.arena.grant()
         assert granted is not None
-        self.client.post(Void(granted.slot, Version(self.incarnation, step), reason))
+        self.client.post(Void(self.arena.arena_id, granted.slot, Version(self.incarnation, step), reason))
 
     def leave(self, *, finished: bool = False) -> None:
         if not self.client.lost:

@@ -269,7 +269,7 @@ class Machine:
         version = Version(trainer.incarnation, trainer.progress)
         full = len(trainer.busy) >= (2 if self.world.setting.slots >= 3 else 1)
         if full or self.world.random.random() < self.world.void_rate:
-            self._say_word(trainer, e.GrantVoid(trainer.conn, grant.slot, version, "cannot"))
+            self._say_word(trainer, e.GrantVoid(trainer.conn, arena.arena_id, grant.slot, version, "cannot"))
             return
         slot = arena.slots[grant.slot]
         self.world.rules.written(self, slot)
@@ -285,7 +285,7 @@ class Machine:
             return
         arena_id, slot, version = trainer.busy.pop(0)
         if self.world.random.random() < self.world.void_rate:
-            self._say_word(trainer, e.GrantVoid(trainer.conn, slot, version, "the copy failed"))
+            self._say_word(trainer, e.GrantVoid(trainer.conn, arena_id, slot, version, "the copy failed"))
             return
         self.arenas[arena_id].slots[slot].writing = False
         self._say_word(trainer, e.SnapshotCommitted(trainer.conn, arena_id, slot, version))
@@ -416,7 +416,7 @@ class Machine:
 def _said_again(word: e.SnapshotCommitted | e.GrantVoid, conn: int) -> e.Event:
     if isinstance(word, e.SnapshotCommitted):
         return e.SnapshotCommitted(conn, word.arena_id, word.slot, word.version)
-    return e.GrantVoid(conn, word.slot, word.version, word.reason)
+    return e.GrantVoid(conn, word.arena_id, word.slot, word.version, word.reason)
 
 
 _EFFECTS: dict[type, Callable[[Machine, Any], None]] = {

@@ -1,9 +1,10 @@
 """One node, simulated: the real core, and trainers, arenas, work and crashes driven by one seed.
 
-Actions are drawn at random: a trainer takes, finishes or voids a copy, a message arrives late, a slot is
-sealed, trainers are killed and restarted, the keeper is killed and adopts what others hold, a slot is
-damaged. In every other world a launcher agrees on the incarnations and gives back what it holds, arena by
-arena, while new trainers may be registering. After every action the rules are checked:
+Actions are drawn at random: a trainer takes, finishes or voids a copy, outgrows its arena and moves into a
+larger one in its own time, a message arrives late, a slot is sealed, trainers are killed and restarted, the
+keeper is killed and adopts what others hold, a slot is damaged. In every other world a launcher agrees on the
+incarnations and gives back what it holds, arena by arena, while new trainers may be registering. After every
+action the rules are checked:
 
     1  once a version was called complete there is always one at least as new whose slots are whole
     2  what is restored is the same version on all ranks, and not older than the last one called complete
@@ -24,10 +25,8 @@ from keepstep.arena.header import Grant, Ledger
 from keepstep.keeper import events as e
 from keepstep.keeper.core import Core
 from keepstep.keeper.node import Limits
-from keepstep.protocol import ArenaNeed, Complete, Refused, Register, Registered, RestoreFrom
+from keepstep.protocol import ArenaGiven, ArenaNeed, Complete, Refused, Register, Registered, RestoreFrom
 from keepstep.types import Incarnation, Version
-
-NEED = ArenaNeed(1, 1, 1)
 
 
 @dataclass
@@ -43,6 +42,8 @@ class FakeArena:
     arena_id: str
     local_index: int
     slots: list[FakeSlot]
+    size: int = 1
+    generation: int = 1
     grant: Grant | None = None
     ledger: Ledger | None = None
 
@@ -57,7 +58,10 @@ class FakeTrainer:
     ready: bool = False
     progress: int = -1
     used_serial: int = -1
-    busy: list[tuple[int, Version]] = field(default_factory=list)
+    arena_id: str = ""
+    given: str = ""
+    """the arena that it is moving into"""
+    busy: list[tuple[str, int, Version]] = field(default_factory=list)
     """oldest first: they are finished in order"""
     words: list[e.Event] = field(default_factory=list)
     outbox: list[e.Event] = field(default_factory=list)
@@ -70,6 +74,7 @@ class World:
         self.random = random.Random(seed)
         self.ranks, self.slots = ranks, slots
         self.launcher = bool(seed % 2)
+        self.grows = seed % 3 == 0
         self.to_give_back: list[e.Event] = [e.LauncherSeen(1)] if self.launcher else []
         self.arenas: dict[str, FakeArena] = {}
         self.trainers: dict[int, FakeTrainer] = {}
@@ -79,6 +84,9 @@ class World:
         self.round = 0
         self.told: Version | None = None
         self.steps_done = 0
+        self.doomed = self.settled = False
+        self.sizes = dict.fromkeys(range(ranks), 1)
+        self.moves = 0
         self.together = 0
         """the most snapshots that a rank was writing at once"""
         self.may_damage = True
@@ -111,24 +119,37 @@ class World:
         elif isinstance(effect, e.Send):
             self.deliver(effect)
         else:
-            assert isinstance(effect, e.Log | e.CreateArena), effect
+            assert isinstance(effect, e.Log | e.CreateArena | e.DropArena), effect
             if isinstance(effect, e.CreateArena):
                 self.create(effect)
+            elif isinstance(effect, e.DropArena):
+                self.drop(effect)
 
     def create(self, effect: e.CreateArena) -> None:
-        arena = FakeArena(f"arena{next(self.ids)}", effect.local_index, [FakeSlot() for _ in range(self.slots)])
+        slots, size = [FakeSlot() for _ in range(self.slots)], effect.wanted.need.payload_bytes
+        arena = FakeArena(f"arena{next(self.ids)}", effect.local_index, slots, size, effect.generation)
         self.arenas[arena.arena_id] = arena
-        self.tell(self.describe(arena, effect.generation))
+        self.tell(self.describe(arena))
+        self.doomed = self.settled and self.random.random() < 0.1  # it dies before its answer has arrived
+        if not self.doomed:
+            self.deliver(e.Send(effect.wanted.conn, ArenaGiven(arena.arena_id, 1, True, effect.wanted.ticket)))
 
-    def describe(self, arena: FakeArena, generation: int = 1) -> e.ArenaAdded:
+    def drop(self, effect: e.DropArena) -> None:
+        for trainer in self.trainers.values():
+            writing = {arena_id for arena_id, _, _ in trainer.busy} if trainer.alive else set()
+            assert effect.arena_id not in writing, "rule 6"
+        del self.arenas[effect.arena_id]
+
+    def describe(self, arena: FakeArena) -> e.ArenaAdded:
         found = []
         for index, slot in enumerate(arena.slots):
             whole = slot.content is not None and not slot.writing
             state = "sealed" if whole and slot.sealed == slot.content else "committed" if whole else "free"
             version = slot.content if whole else None
             found.append(e.SlotFound(index, state, version, arena.local_index, self.ranks, self.ranks, 1))
+        need = ArenaNeed(arena.size, arena.size, arena.size)
         return e.ArenaAdded(
-            arena.arena_id, arena.local_index, generation, 1, NEED, tuple(found), arena.ledger, arena.grant
+            arena.arena_id, arena.local_index, arena.generation, 1, need, tuple(found), arena.ledger, arena.grant
         )
 
     def deliver(self, effect: e.Send) -> None:
@@ -147,6 +168,8 @@ class World:
                 assert slot.sealed == slot.content == message.version, "rule 4"
                 assert not slot.damaged, "rule 4"
                 trainer.progress = message.version.step
+        elif isinstance(message, ArenaGiven):
+            trainer.given = message.arena_id
         elif isinstance(message, Refused):
             raise AssertionError(f"refused: {message.message}")
         elif (version := getattr(message, "version", None)) is not None:
@@ -167,7 +190,7 @@ class World:
         self.round += 1
         self.trainers = {i: FakeTrainer(i, next(self.ids), next(self.ids)) for i in range(self.ranks)}
         self.restored: dict[int, Version | None] = {}
-        told = self.told
+        self.settled, told = False, self.told
         agreed = Incarnation(self.round, self.random.getrandbits(63)) if self.launcher else None
         for trainer in self.trainers.values():
             self.give_back(self.random.randrange(3))
@@ -190,9 +213,11 @@ class World:
         if self.may_damage is False or not self.damage_done:
             assert told is None or (version is not None and version >= told), f"rule 2: {version} after {told}"
         for trainer in self.trainers.values():
-            self.tell(e.ArenaWanted(trainer.conn, 1, NEED, self.slots, 0))
+            self.want_arena(trainer)
+            self.move_in(trainer)
             self.tell(e.RankLoaded(trainer.conn, 1, version.step if version else None))
             trainer.ready = True
+        self.settled = True
         if version is not None and self.damage_done:
             self.told = version
         self.damage_done = False
@@ -210,7 +235,8 @@ class World:
             trainer.outbox.clear()  # what was on its way is lost; the last words are said again
             register = Register(
                 trainer.index, self.ranks, trainer.index, self.ranks, trainer.incarnation, f"round{self.round}", 0, 1,
-                self.slots, trainer.progress, rejoin=True, no_holder=not self.launcher,
+                self.slots, trainer.progress, rejoin=True, arena_id=trainer.given or trainer.arena_id,
+                no_holder=not self.launcher,
             )  # fmt: skip
             self.tell(e.TrainerRegisters(trainer.conn, trainer.pid, True, register, self.random.getrandbits(63)))
             trainer.outbox += [self.readdress(word, trainer.conn) for word in trainer.words]
@@ -219,38 +245,66 @@ class World:
         if isinstance(word, e.SnapshotCommitted):
             return e.SnapshotCommitted(conn, word.arena_id, word.slot, word.version)
         assert isinstance(word, e.GrantVoid)
-        return e.GrantVoid(conn, word.slot, word.version, word.reason)
+        return e.GrantVoid(conn, word.arena_id, word.slot, word.version, word.reason)
 
     # What trainers and threads do
+
+    def want_arena(self, trainer: FakeTrainer) -> None:
+        size = self.sizes[trainer.index]
+        self.tell(e.ArenaWanted(trainer.conn, 1, ArenaNeed(size, size, size), self.slots, 0))
+
+    def move_in(self, trainer: FakeTrainer) -> None:
+        if trainer.arena_id != trainer.given:
+            trainer.arena_id, trainer.used_serial = trainer.given, -1
+        trainer.given = ""
+
+    def outgrow(self, trainer: FakeTrainer) -> None:
+        """Voids what it was granted, and asks for more; nothing of it is being copied."""
+        trainer.progress += 1
+        grant = self.usable(trainer)
+        if grant is None or len(self.arenas) > 3 * self.ranks:
+            return
+        trainer.used_serial = grant.serial
+        assert trainer.incarnation is not None
+        version = Version(trainer.incarnation, trainer.progress)
+        self.say(trainer, e.GrantVoid(trainer.conn, trainer.arena_id, grant.slot, version, "outgrown"))
+        self.sizes[trainer.index] += 1
+        size = self.sizes[trainer.index]
+        trainer.outbox.append(e.ArenaWanted(trainer.conn, 1, ArenaNeed(size, size, size), self.slots, 0))
+        self.moves += 1
+
+    def usable(self, trainer: FakeTrainer) -> Grant | None:
+        granted = self.arenas[trainer.arena_id].grant
+        if granted is None or granted.incarnation != trainer.incarnation:
+            return None
+        grant = granted.after(trainer.used_serial)
+        return grant if grant is not None and trainer.progress >= grant.step else None
 
     def take(self, trainer: FakeTrainer) -> None:
         trainer.progress += 1
         self.steps_done += 1
-        arena = next(a for a in self.arenas.values() if a.local_index == trainer.index)
-        granted = arena.grant
-        if granted is None or granted.incarnation != trainer.incarnation:
-            return
-        grant = granted.after(trainer.used_serial)
-        if grant is None or trainer.progress < grant.step:
+        arena = self.arenas[trainer.arena_id]
+        grant = self.usable(trainer) if not trainer.given else None
+        if grant is None:
             return
         trainer.used_serial = grant.serial
         assert trainer.incarnation is not None
         version = Version(trainer.incarnation, trainer.progress)
         full = len(trainer.busy) >= (2 if self.slots >= 3 else 1)
         if full or self.random.random() < 0.05:
-            self.say(trainer, e.GrantVoid(trainer.conn, grant.slot, version, "cannot"))
+            self.say(trainer, e.GrantVoid(trainer.conn, arena.arena_id, grant.slot, version, "cannot"))
             return
         slot = arena.slots[grant.slot]
-        assert not slot.writing or slot.content not in [v for _, v in trainer.busy], "rule 6"
+        assert (arena.arena_id, grant.slot) not in [(a, s) for a, s, _ in trainer.busy], "rule 6"
         slot.writing, slot.content, slot.damaged = True, version, False
-        trainer.busy.append((grant.slot, version))
+        trainer.busy.append((arena.arena_id, grant.slot, version))
         self.together = max(self.together, len(trainer.busy))
 
     def finish_copy(self, trainer: FakeTrainer) -> None:
-        slot_index, version = trainer.busy.pop(0)
-        arena = next(a for a in self.arenas.values() if a.local_index == trainer.index)
+        arena_id, slot_index, version = trainer.busy.pop(0)
+        arena = self.arenas[arena_id]
         if self.random.random() < 0.05:
-            self.say(trainer, e.GrantVoid(trainer.conn, slot_index, version, "the copy failed"))
+            self.say(trainer, e.GrantVoid(trainer.conn, arena.arena_id, slot_index, version, "the copy failed"))
             return
         arena.slots[slot_index].writing = False
         self.say(trainer, e.SnapshotCommitted(trainer.conn, arena.arena_id, slot_index, version))
@@ -288,12 +342,19 @@ class World:
             self.damage_done = True
 
     def act(self, *, faults: bool) -> None:
+        if self.doomed:
+            self.doomed = False
+            self.kill_keeper()
         choices = []
         for trainer in self.trainers.values():
             if trainer.alive and trainer.ready:
                 lag = trainer.progress - min(t.progress for t in self.trainers.values())
                 choices += [(self.take, trainer)] * (4 if lag < 2 else 0)
                 choices += [(self.finish_copy, trainer)] * (3 if trainer.busy else 0)
+                choices += [(self.move_in, trainer)] * (2 if trainer.given else 0)
+                choices += [(self.outgrow, trainer)] * (
+                    faults and self.grows and lag < 2 and not (trainer.busy or trainer.given)
+                )
                 choices += [(self.hear, trainer)] * (3 if trainer.outbox else 0)
         choices += [(self.do_work, None)] * (4 if self.work else 0)
         if faults and self.random.random() < 0.02:

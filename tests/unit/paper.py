@@ -157,7 +157,7 @@ class Node:
             assert grant is not None
             slot = grant.slot
         self.progress[index] = max(step, self.progress[index])
-        self.do(e.GrantVoid(index, slot, self.version(step), reason))
+        self.do(e.GrantVoid(index, self.own(index).arena_id, slot, self.version(step), reason))
 
     def seal(self) -> None:
         """All that was asked for."""

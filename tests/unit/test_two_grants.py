@@ -9,7 +9,9 @@ import pytest
 from paper import Node
 
 from keepstep.arena.header import Grant
+from keepstep.keeper import events as e
 from keepstep.keeper.granting import ONE_BY_ONE
+from keepstep.protocol import ArenaNeed
 
 
 def started(ranks: int = 1, slots: int = 3) -> Node:
@@ -155,3 +157,114 @@ def test_with_two_slots_nothing_is_given_ahead_whatever_happens() -> None:
     for step in range(1, 30):
         assert [grant.before for grant in grants(node)] == [None]
         node.snapshot(step)
+
+
+# A rank that moves into a larger arena
+
+
+def grow(node: Node, index: int = 0) -> None:
+    node.do(e.ArenaWanted(index, 9, ArenaNeed(2, 2, 2), node.slots, 0))
+
+
+def written(node: Node, index: int, grant: Grant) -> tuple[int, str, int]:
+    """The rank begins to write. Returns (step, arena, slot), as it would say them."""
+    step = max(node.progress[index] + 1, grant.step)
+    node.write(index, step, slot=grant.slot)
+    return step, node.own(index).arena_id, grant.slot
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_a_keeper_that_dies_while_a_rank_moves_finds_its_grants_in_the_new_arena(slots: int) -> None:
+    node = started(slots=slots)
+    node.void(0, node._usable(0).step, "outgrown", slot=node._usable(0).slots[0])
+    grow(node)
+    node.replace_keeper()
+    node.register(0, rejoin=True, arena_id=node.own(0).arena_id)
+    for number in range(6):
+        (grant, *_) = [grant for grant in grants(node) if node.own(0).slots[grant.slot][0] == "free"] or grants(node)
+        node.works(grant.step + number)
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_a_rank_that_was_never_given_the_new_arena_goes_on_in_the_old_one(slots: int) -> None:
+    node = started(slots=slots)
+    old = node.own(0).arena_id
+    node.void(0, node._usable(0).step, "outgrown", slot=node._usable(0).slots[0])
+    grow(node)
+    node.replace_keeper()
+    node.register(0, rejoin=True, arena_id=old)
+    complete = node.core.kept.complete
+    for _ in range(6):
+        (grant, *_) = [grant for grant in node.core.grants.open if not grant.resolved]
+        assert grant.arenas[0] == old
+        step = max(grant.step, node.progress[0] + 1)
+        node.progress[0] = step
+        node.arenas[old].slots[grant.slots[0]] = ("committed", node.version(step))
+        node.do(e.SnapshotCommitted(0, old, grant.slots[0], node.version(step)))
+        node.seal()
+        assert node.core.kept.complete == node.version(step) != complete
+
+
+def test_a_void_of_the_old_arena_that_is_said_again_does_not_count_in_the_new_one() -> None:
+    """Though the keeper thinks that the rank is at its beginning, as it did while nothing stood in the new arena."""
+    node = started()
+    for first, second in iter(lambda: grants(node), ()):
+        if second.slot == 0:
+            break
+        node.snapshot(first.step)
+    node.write(0, first.step, slot=first.slot)
+    node.commit(0, first.step, first.slot)
+    void = e.GrantVoid(0, node.own(0).arena_id, second.slot, node.version(second.step), "outgrown")
+    node.progress[0] = second.step
+    node.do(void)
+    grow(node)
+    node.progress[0] = -1
+    node.seal()
+    grant = grants(node)[0]
+    node.progress[0] = second.step + 7
+    written(node, 0, grant)
+    node.replace_keeper()
+    node.register(0, rejoin=True, arena_id=node.own(0).arena_id)
+    node.do(void)
+    (same,) = [one for one in node.core.grants.open if one.serial == grant.serial]
+    assert not same.resolved
+    others = [one for one in node.core.grants.open if one.serial != grant.serial]
+    assert all(one.slots[0] != grant.slot for one in others), "a slot is granted that is being written"
+
+
+def test_the_page_of_the_new_arena_names_no_grant_of_the_old_one() -> None:
+    node = started(ranks=2)
+    first, second = grants(node)
+    for index in (0, 1):
+        node.write(index, first.step, slot=first.slot)
+        node.commit(index, first.step, first.slot)
+    node.write(1, second.step, slot=second.slot)
+    node.void(0, second.step, "outgrown", slot=second.slot)
+    grow(node)
+    node.seal()
+    assert second.serial not in {grant.serial for grant in grants(node, 0)}
+
+
+def test_with_four_slots_what_is_still_being_written_stays_on_the_page() -> None:
+    """The one after it was void at once, so that a third was given."""
+    node = started(slots=4)
+    first, second = grants(node)
+    node.write(0, first.step, slot=first.slot)
+    node.void(0, second.step, "the snapshot before it is still being copied", slot=second.slot)
+    assert first.serial in {grant.serial for grant in grants(node)}
+    node.replace_keeper()
+    node.register(0, rejoin=True)
+    node.void(0, second.step, "again", slot=second.slot)
+    for _ in range(6):
+        for grant in node.core.grants.open:
+            assert grant.serial == first.serial or grant.slots.get(0) != first.slot or grant.resolved
+        waiting = [g for g in node.core.grants.open if not g.resolved and g.serial != first.serial]
+        if not waiting:
+            break
+        grant = waiting[0]
+        step = max(grant.step, node.progress[0] + 1)
+        node.commit(0, step, node.write(0, step, slot=grant.slots[0]))
+        node.seal()
+    node.commit(0, first.step, first.slot)
+    node.seal()
+    node.works(node.progress[0] + 1)

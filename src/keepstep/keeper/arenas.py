@@ -6,7 +6,7 @@ from keepstep.arena.header import Ledger
 from keepstep.errors import KeeperError
 from keepstep.keeper import events as e
 from keepstep.keeper import members, snapshots
-from keepstep.keeper.node import COMMITTED, MAX_DAMAGED, ArenaState, Member, Node, Slot
+from keepstep.keeper.node import COMMITTED, MAX_DAMAGED, ArenaState, Member, Node, Page, Slot
 from keepstep.keeper.words import Orders, Outcome
 from keepstep.protocol import ArenaGiven, ArenaNeed
 from keepstep.recovery.inventory import SetKey
@@ -47,8 +47,9 @@ def arena_added(node: Node, event: e.ArenaAdded) -> None:
         members.stranger_found(node, event.writer.pid, event.writer.incarnation)
     if event.grant is not None:
         known = node.last_grant.get(event.local_index)
-        if known is None or (known.incarnation, known.serial) < (event.grant.incarnation, event.grant.serial):
-            node.last_grant[event.local_index] = event.grant
+        newest = (event.grant.incarnation, event.grant.serial)
+        if known is None or (known.grant.incarnation, known.grant.serial) < newest:
+            node.last_grant[event.local_index] = Page(event.arena_id, event.grant)
     for slot in slots:
         if slot.state == COMMITTED and slot.version is not None:
             node.do(e.SealSlot(event.arena_id, slot.index, slot.version, node.remembered))

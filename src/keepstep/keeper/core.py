@@ -22,10 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.arena.header import Grant
 from keepstep.keeper import arenas, following, members, protecting, restoring, snapshots
 from keepstep.keeper import events as e
-from keepstep.keeper.node import Node
+from keepstep.keeper.node import Node, Page
 
 
 class Core(Node):
@@ -41,12 +40,12 @@ class Core(Node):
         said_last, self.said_last = self.said_last, []
         return [*self.effects, *said_last]
 
-    def granted(self, index: int) -> Grant | None:
+    def granted(self, index: int) -> Page | None:
         """The grants that this rank may use now: what must stand in its arena."""
         own = self.last_grant.get(index)
         if own is None:
             return None
-        serials = {grant.serial for grant in own.both}
+        serials = {grant.serial for grant in own.grant.both}
         usable = any(grant.serial in serials and not grant.resolved_for(index) for grant in self.grants.open)
         return own if usable else None
 

@@ -102,6 +102,7 @@ class SnapshotCommitted:
 @dataclass(frozen=True)
 class GrantVoid:
     conn: Conn
+    arena_id: str
     slot: int
     version: Version
     reason: str

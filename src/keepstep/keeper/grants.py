@@ -21,6 +21,8 @@ class OpenGrant:
     serial: int
     step: int
     slots: dict[int, int]
+    arenas: dict[int, str]
+    """where those slots are: a rank may have moved into a larger arena since"""
     committed: dict[int, Version] = field(default_factory=dict)
     sealed: set[int] = field(default_factory=set)
     shares: dict[int, tuple[ClassDigest, ...]] = field(default_factory=dict)
@@ -71,29 +73,30 @@ class Grants:
     open: list[OpenGrant] = field(default_factory=list)
     serial: int = 0
 
-    def begin(self, order: GrantOrder, slots: dict[int, int]) -> OpenGrant:
-        """Hand the grant out: `slots` says which slot each rank will write."""
+    def begin(self, order: GrantOrder, slots: dict[int, int], arenas: dict[int, str]) -> OpenGrant:
+        """Hand the grant out: `slots` and `arenas` say where each rank will write."""
         self.serial = order.serial
-        opened = OpenGrant(order.serial, order.step, slots)
+        opened = OpenGrant(order.serial, order.step, slots, arenas)
         self.open.append(opened)
         return opened
 
     def refuse_all(self, order: GrantOrder, rank: int, reason: str) -> None:
         """This node cannot take part: the grant is over here before anybody has seen it."""
-        self.begin(order, {}).void = (rank, reason)
+        self.begin(order, {}, {}).void = (rank, reason)
 
     def forget(self, order: GrantOrder, rank: int) -> None:
         """A keeper before this one handed it out, and took what became of it into its grave."""
         void = (rank, "its keeper died before the version was complete")
-        self.open.insert(0, OpenGrant(order.serial, order.step, {}, void=void))
+        self.open.insert(0, OpenGrant(order.serial, order.step, {}, {}, void=void))
 
-    def find(self, index: int, slot: int) -> OpenGrant | None:
-        """The open grant under which rank `index` writes `slot`."""
-        return next((grant for grant in self.open if grant.slots.get(index) == slot), None)
+    def find(self, index: int, arena_id: str, slot: int) -> OpenGrant | None:
+        """The open grant under which rank `index` writes `slot` of that arena."""
+        mine = (grant for grant in self.open if grant.arenas.get(index) == arena_id)
+        return next((grant for grant in mine if grant.slots[index] == slot), None)
 
-    def commit(self, index: int, slot: int, version: Version, rank: int) -> OpenGrant | None:
+    def commit(self, index: int, arena_id: str, slot: int, version: Version, rank: int) -> OpenGrant | None:
         """None: a word that is said again, of a grant that is over. Grants name steps that nobody has reached."""
-        grant = self.find(index, slot)
+        grant = self.find(index, arena_id, slot)
         if grant is None or version.step < grant.step:
             return None
         grant.committed[index] = version
@@ -101,9 +104,9 @@ class Grants:
             grant.void = (rank, f"ranks captured different steps: {sorted(v.step for v in grant.versions)}")
         return grant
 
-    def refuse(self, index: int, slot: int, step: int, rank: int, reason: str) -> OpenGrant | None:
+    def refuse(self, index: int, arena_id: str, slot: int, step: int, rank: int, reason: str) -> OpenGrant | None:
         """Rank `index` could not honour its grant at `step`. None: of a grant that is over."""
-        grant = self.find(index, slot)
+        grant = self.find(index, arena_id, slot)
         if grant is None or step < grant.step or grant.resolved_for(index):
             return None
         grant.voided.add(index)
@@ -117,8 +120,8 @@ class Grants:
                 grant.voided.add(index)
                 grant.void = grant.void or (rank, reason)
 
-    def fail_seal(self, index: int, slot: int, rank: int, reason: str) -> None:
-        grant = self.find(index, slot)
+    def fail_seal(self, index: int, arena_id: str, slot: int, rank: int, reason: str) -> None:
+        grant = self.find(index, arena_id, slot)
         if grant is not None:
             grant.void = grant.void or (rank, reason)
 

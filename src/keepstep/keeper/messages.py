@@ -283,7 +283,7 @@ _RECEIVE: dict[type, Callable[[Keeper, Connection, Any, list[int]], None]] = {
     WantProcesses: _processes_wanted,
     CutLinks: _links_cut,
     Committed: _to_core(lambda c, m: e.SnapshotCommitted(c.number, m.arena_id, m.slot, m.version)),
-    Void: _to_core(lambda c, m: e.GrantVoid(c.number, m.slot, m.version, m.reason)),
+    Void: _to_core(lambda c, m: e.GrantVoid(c.number, m.arena_id, m.slot, m.version, m.reason)),
     WantRestore: _to_core(lambda c, m: e.RestoreWanted(c.number, m.ticket)),
     Loaded: _to_core(lambda c, m: e.RankLoaded(c.number, m.ticket, m.step)),
     Goodbye: _to_core(lambda c, m: e.TrainerLeaves(c.number, m.finished)),

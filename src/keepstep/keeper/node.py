@@ -68,6 +68,14 @@ class ArenaState:
     """of the living trainer that was writing it when it was adopted"""
 
 
+@dataclass(frozen=True)
+class Page:
+    """What lies in the grant page of an arena."""
+
+    arena_id: str
+    grant: Grant
+
+
 @dataclass
 class Member:
     """A trainer of the current incarnation."""
@@ -137,7 +145,7 @@ class Node:
         """a launcher has given back what it held, if anything: from then on this keeper has all that is left"""
         self.lease_since: float | None = None
         self.orphaned_since: float | None = None
-        self.last_grant: dict[int, Grant] = {}
+        self.last_grant: dict[int, Page] = {}
         self.counters: dict[str, float] = {}
         self.problems: list[str] = []
         self.progress: dict[int, int] = {}

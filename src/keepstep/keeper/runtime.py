@@ -134,9 +134,10 @@ class Keeper:
             if arena.segment.read(0, ArenaHeader.SIZE) != (encoded := arena.header.encode()):
                 arena.segment.write(0, encoded)
         for member in self.core.members.values():
-            grant, written = self.core.granted(member.index), self.arenas.get(member.arena_id)
-            if grant is not None and written is not None and written.grant() != grant:
-                written.write_grant(grant)
+            page = self.core.granted(member.index)
+            written = self.arenas.get(page.arena_id) if page is not None else None
+            if page is not None and written is not None and written.grant() != page.grant:
+                written.write_grant(page.grant)
         if self._ledger is not None:
             for arena in self.arenas.values():
                 if arena.ledger() != self._ledger:
@@ -298,10 +299,11 @@ class Keeper:
                 found = arena.progress() if arena else None
             except (OSError, Error):
                 continue  # what was read before is the least that it has done
+            # Of an arena that it has only just got, or has not moved into yet: nobody goes back.
+            known = max(member.register.progress, self.core.progress.get(member.index, -1))
             if found is not None and found.incarnation == self.core.incarnation:
-                self.core.progress[member.index] = found.step
-            else:
-                self.core.progress[member.index] = member.register.progress
+                known = max(known, found.step)
+            self.core.progress[member.index] = known
 
     def _do_send(self, effect: e.Send) -> None:
         message, arena_ids = effect.message, [effect.arena_id] if effect.arena_id else []

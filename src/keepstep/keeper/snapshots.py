@@ -5,7 +5,7 @@ from __future__ import annotations
 from keepstep.arena.header import Grant
 from keepstep.keeper import events as e
 from keepstep.keeper.grants import OpenGrant
-from keepstep.keeper.node import COMMITTED, CORRUPT, FREE, GRANTED, SEALED, SERVING, Member, Node, Slot
+from keepstep.keeper.node import COMMITTED, CORRUPT, FREE, GRANTED, SEALED, SERVING, Member, Node, Page, Slot
 from keepstep.keeper.words import GrantOrder, Orders, Outcome
 from keepstep.protocol import Complete, Protected, Voided
 from keepstep.types import Incarnation, Version
@@ -30,8 +30,10 @@ def committed(node: Node, event: e.SnapshotCommitted) -> None:
             node.do(e.Send(event.conn, Complete(event.version)))
         return
     if slot.state == COMMITTED and slot.version == event.version:
-        node.grants.commit(member.index, event.slot, event.version, member.register.rank)
-    elif slot.state == GRANTED and node.grants.commit(member.index, event.slot, event.version, member.register.rank):
+        node.grants.commit(member.index, event.arena_id, event.slot, event.version, member.register.rank)
+    elif slot.state == GRANTED and node.grants.commit(
+        member.index, event.arena_id, event.slot, event.version, member.register.rank
+    ):
         slot.state, slot.version = COMMITTED, event.version
         node.do(e.SealSlot(event.arena_id, event.slot, event.version, None))
     elif member.alive and slot.state == FREE:
@@ -45,7 +47,9 @@ def void(node: Node, event: e.GrantVoid) -> None:
         return
     if _too_early(node, member, event):
         return
-    grant = node.grants.refuse(member.index, event.slot, event.version.step, member.register.rank, event.reason)
+    grant = node.grants.refuse(
+        member.index, event.arena_id, event.slot, event.version.step, member.register.rank, event.reason
+    )
     if grant is not None:
         node.count("voids")
         node.log("warning", "grant void", rank=member.register.rank, step=event.version.step, reason=event.reason)
@@ -62,12 +66,13 @@ def sealed(node: Node, event: e.SlotSealed) -> bool:
         return False  # of a version that is not there any more
     if event.problem:
         slot.state, slot.version = FREE, None
-        node.grants.fail_seal(arena.local_index, event.slot, node.rank_of(arena.local_index), event.problem)
+        rank = node.rank_of(arena.local_index)
+        node.grants.fail_seal(arena.local_index, event.arena_id, event.slot, rank, event.problem)
     else:
         slot.state, slot.version, slot.sealed_at = SEALED, event.version, node.now
         slot.rank, slot.world_size = event.rank, event.world_size
         slot.local_world_size, slot.size_bytes = event.local_world_size, event.size_bytes
-        grant = node.grants.find(arena.local_index, event.slot)
+        grant = node.grants.find(arena.local_index, event.arena_id, event.slot)
         if grant is not None and grant.committed.get(arena.local_index) == event.version:
             grant.sealed.add(arena.local_index)
             grant.shares[arena.local_index] = event.shares
@@ -79,7 +84,7 @@ def sealed(node: Node, event: e.SlotSealed) -> bool:
 def _too_early(node: Node, member: Member, event: e.SnapshotCommitted | e.GrantVoid) -> bool:
     """A rank that came back first may speak of grants that are taken up only when all are back: keep its words."""
     own = node.last_grant.get(member.index)
-    if own is None or own.incarnation != node.incarnation or own.serial <= node.grants.serial:
+    if own is None or own.grant.incarnation != node.incarnation or own.grant.serial <= node.grants.serial:
         return False
     node.early[member.index] = [*node.early.get(member.index, []), event][-MAX_EARLY:]
     return True
@@ -100,7 +105,7 @@ def settle(node: Node) -> list[tuple[OpenGrant, Outcome]]:
         if grant is None:
             continue
         for index, slot_index in grant.slots.items():
-            _free(node, index, slot_index, keep=outcome.version)
+            _free(node, grant.arenas[index], slot_index, keep=outcome.version)
         over.append((grant, outcome))
         if outcome.version is not None:
             node.damaged.clear()  # nothing will fall back behind this version any more
@@ -130,11 +135,11 @@ def has_room(node: Node) -> bool:
 def _resume(node: Node) -> None:
     """After the keeper's own death: the grants that stand in the arenas."""
     known = max(node.grants.serial, node.settled)
-    standing: dict[int, dict[int, Grant]] = {}
-    for index, own in node.last_grant.items():
-        for grant in own.both:
+    standing: dict[int, dict[int, Page]] = {}
+    for index, page in node.last_grant.items():
+        for grant in page.grant.both:
             if grant.incarnation == node.incarnation and grant.serial > known:
-                standing.setdefault(grant.serial, {})[index] = grant
+                standing.setdefault(grant.serial, {})[index] = Page(page.arena_id, grant)
     for serial in sorted(standing):
         node.grants.serial = serial
         _take_up(node, standing[serial])
@@ -148,17 +153,22 @@ def _resume(node: Node) -> None:
             void(node, word)
 
 
-def _take_up(node: Node, standing: dict[int, Grant]) -> None:
+def _take_up(node: Node, standing: dict[int, Page]) -> None:
     """Whoever saw the grant may be writing under it: no slot in it is given out again before it is resolved."""
-    one = next(iter(standing.values()))
-    grant = OpenGrant(one.serial, one.step, {})
+    one = next(iter(standing.values())).grant
+    grant = OpenGrant(one.serial, one.step, {}, {})
     for index, member in node.members.items():
-        own = standing.get(index)
+        page = standing.get(index)
         arena = node.arenas.get(member.arena_id)
-        if own is None or arena is None or not 0 <= own.slot < len(arena.slots):
+        # In another arena than the one it writes: it has moved on, or never got there.
+        if page is None or arena is None or page.arena_id != arena.arena_id:
             grant.void = (member.register.rank, "the keeper died before it had granted this to all ranks")
             continue
-        grant.slots[index] = own.slot
+        own = page.grant
+        if not 0 <= own.slot < len(arena.slots):
+            grant.void = (member.register.rank, "its grant names a slot that is not there")
+            continue
+        grant.slots[index], grant.arenas[index] = own.slot, arena.arena_id
         slot = arena.slots[own.slot]
         current = slot.version is not None and slot.version.incarnation == node.incarnation
         fresh = current and slot.version is not None and slot.version.step >= grant.step
@@ -173,17 +183,16 @@ def _take_up(node: Node, standing: dict[int, Grant]) -> None:
         node.grants.open.append(grant)
 
 
-def _free(node: Node, index: int, slot_index: int, *, keep: Version | None) -> None:
-    for arena in node.arenas.values():
-        if arena.local_index != index or slot_index >= len(arena.slots):
-            continue
-        slot = arena.slots[slot_index]
-        member = node.members.get(index)
-        if slot.state == GRANTED and not (member and member.alive):
-            continue  # its writer may not have begun: the next incarnation looks at what the slot still holds
-        unwanted = keep is None and slot.state == SEALED and slot.version not in node.retain
-        if slot.state == GRANTED or unwanted:
-            slot.state, slot.version = FREE, None
+def _free(node: Node, arena_id: str, slot_index: int, *, keep: Version | None) -> None:
+    arena = node.arenas.get(arena_id)
+    if arena is None:
+        return
+    slot, member = arena.slots[slot_index], node.members.get(arena.local_index)
+    if slot.state == GRANTED and not (member and member.alive):
+        return  # its writer may not have begun: the next incarnation looks at what the slot still holds
+    unwanted = keep is None and slot.state == SEALED and slot.version not in node.retain
+    if slot.state == GRANTED or unwanted:
+        slot.state, slot.version = FREE, None
 
 
 def tell(node: Node, over: list[tuple[OpenGrant, Outcome]], before: Orders) -> None:
@@ -212,28 +221,33 @@ def tell(node: Node, over: list[tuple[OpenGrant, Outcome]], before: Orders) -> N
 
 def _grant(node: Node, order: GrantOrder) -> None:
     slots: dict[int, int] = {}
+    arenas = {index: member.arena_id for index, member in node.members.items()}
     for index, member in node.members.items():
         slot = _free_slot(node, member)
         if slot is None:
             node.grants.refuse_all(order, member.register.rank, "no slot is free")
             return
         slots[index] = slot.index
-    opened = node.grants.begin(order, slots)
+    opened = node.grants.begin(order, slots, arenas)
     for index, slot_index in slots.items():
         member = node.members[index]
         slot = node.arenas[member.arena_id].slots[slot_index]
         slot.state, slot.version = GRANTED, None
         grant = Grant(node.incarnation, opened.step, opened.serial, slot_index, _before(node, index, opened))
-        node.last_grant[index] = grant
+        node.last_grant[index] = Page(member.arena_id, grant)
         node.do(e.WriteGrant(member.arena_id, grant))
 
 
 def _before(node: Node, index: int, opened: OpenGrant) -> Grant | None:
-    """The grant before, if a keeper that comes after this one must still know of it."""
-    others = [grant for grant in node.grants.open if grant is not opened and index in grant.slots]
-    if not others:
+    """The grant that this rank may still use or write under, if there is one: a keeper that comes after this one must
+    know of it. There is one at most, or this one would not have been given. Else the last one that it has committed."""
+    here = opened.arenas[index]
+    others = [grant for grant in node.grants.open if grant is not opened and grant.arenas.get(index) == here]
+    waiting = [grant for grant in others if not grant.resolved_for(index)]
+    done = [grant for grant in others if index in grant.committed]
+    if not waiting and not done:
         return None
-    last = others[-1]
+    last = waiting[0] if waiting else done[-1]
     return Grant(node.incarnation, last.step, last.serial, last.slots[index])
 
 
@@ -242,7 +256,8 @@ def _free_slot(node: Node, member: Member) -> Slot | None:
     if arena is None or arena.evidence:
         return None
     kept = node.retain
-    named = {grant.slots.get(member.index) for grant in node.grants.open}
+    mine = (grant for grant in node.grants.open if grant.arenas.get(member.index) == member.arena_id)
+    named = {grant.slots[member.index] for grant in mine}
     order = {FREE: 0, CORRUPT: 1, SEALED: 2}
     usable = [
         slot

@@ -34,6 +34,8 @@ class Memory:
         self.view: ArenaView | None = None
         self.busy = False
         """an arena is being made behind the training"""
+        self._given = ""
+        """the arena that is this rank's, though it may still be moving into it"""
         self._step = -1
         self._self = (os.getpid(), start_time(os.getpid()))
         """who writes: a keeper that takes over fences us by it, should we not come back"""
@@ -81,6 +83,7 @@ class Memory:
         wanted = WantArena(need, self._config.slots, self._config.memory_limit_bytes)
         given, fds = self._link.request(wanted, ArenaGiven, timeout_s=self._link.config.keeper.restore_s)
         self._link.hold(given.arena_id, fds[0])
+        self._given = given.arena_id
         return given.arena_id, fds[0]
 
     def _move_in_the_end(self, arena_id: str, fd: int) -> None:
@@ -128,8 +131,8 @@ class Memory:
 
     @property
     def arena_id(self) -> str:
-        view = self.view
-        return view.arena.arena_id if view is not None else ""
+        """Where the keeper grants: a new one that asks must be told the same."""
+        return self._given
 
     def replace(self, *, before: Callable[[], object]) -> None:
         """Another arena of the same size: the keeper does not take this one back."""

@@ -289,7 +289,7 @@ class Snapshotter:
             return self._void(version, grant, reason)
 
     def _void(self, version: Version, grant: Grant, reason: str) -> PendingSnapshot:
-        self._link.say(Void(grant.slot, version, reason))
+        self._link.say(Void(self._used[0], grant.slot, version, reason))
         return self._skip(version.step, reason)
 
     def _grant(self, step: int) -> Grant | str:
@@ -385,7 +385,7 @@ class Snapshotter:
         self._link.say(Committed(job.view.arena.arena_id, job.slot, job.version))
 
     def _on_void(self, job: Job, reason: str) -> None:
-        self._link.say(Void(job.slot, job.version, reason))
+        self._link.say(Void(job.view.arena.arena_id, job.slot, job.version, reason))
         self._waiting.void(job.version, reason)
 
     def _on_complete(self, message: Complete) -> None:
