@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -143,3 +144,51 @@ def test_what_is_wanted_is_handed_over(run: LocalRun, fds: dict[str, int]) -> No
     assert view.arena.arena_id == arena_id
     view.close()
     assert until(lambda: maps() == 0)
+
+
+def test_restoring_again_leaves_nothing(run: LocalRun) -> None:
+    life(run, 1)
+    before = descriptors()
+    model = torch.nn.Linear(50, 50)
+    snapshots = keepstep.Snapshotter({"model": model}, run.config())
+    for _ in range(4):
+        restored = snapshots.restore()
+        assert restored is not None
+        assert maps() == 1
+    snapshots.close(finished=False)
+    assert until(lambda: maps() == 0)
+    assert until(lambda: descriptors() == before)
+
+
+def test_a_restore_that_fails_leaves_nothing(run: LocalRun) -> None:
+    life(run, 1)
+    before = descriptors()
+    snapshots = keepstep.Snapshotter({"model": torch.nn.Linear(51, 50)}, run.config())
+    for _ in range(3):
+        with pytest.raises(keepstep.RecoveryError, match="does not fit"):
+            snapshots.restore()
+    snapshots.close(finished=False)
+    gc.collect()  # the errors hold on to what they were raised in
+    assert until(lambda: maps() == 0)
+    assert until(lambda: descriptors() == before)
+
+
+def test_closing_while_memory_is_still_being_prepared_leaves_nothing(run: LocalRun) -> None:
+    begun = threading.Event()
+
+    def slowly(name: str) -> None:
+        if name == "segment.populate":
+            begun.set()
+            time.sleep(0.3)
+
+    before = descriptors()
+    snapshots = keepstep.Snapshotter({"model": torch.nn.Linear(50, 50)}, run.config())
+    faults.install(slowly)
+    try:
+        assert snapshots.take(0).skipped  # there was no restore(): memory is prepared behind the training
+        assert begun.wait(5)
+        snapshots.close(finished=False)
+        assert until(lambda: maps() == 0)
+        assert until(lambda: descriptors() == before)
+    finally:
+        faults.install(None)

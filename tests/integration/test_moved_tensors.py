@@ -119,3 +119,26 @@ def test_weights_that_are_swapped_for_the_take_only_are_what_is_captured() -> No
         assert found is not None
         assert all(torch.equal(one, other) for one, other in zip(again.tensors(), averaged, strict=True))
         check.close(finished=False)
+
+
+@pytest.mark.timeout(60)
+def test_a_parameter_that_goes_to_another_optimizer_is_fenced_by_that_one() -> None:
+    """Neither has any state, so that no tensor tells: only who steps what has changed."""
+    with LocalRun() as run:
+        model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(20)))
+        first, *others = model.parameters()
+        optimizers = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
+        snapshots = keepstep.Snapshotter({"model": model, "a": optimizers[0], "b": optimizers[1]}, run.config())
+        snapshots.restore()
+        for step in range(LOOKS + 3):
+            for optimizer in optimizers:
+                optimizer.step()
+            assert snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
+        plans = snapshots._plans
+        moved = optimizers[1].param_groups[0]["params"].pop()
+        optimizers[0].param_groups[0]["params"].append(moved)
+        for optimizer in optimizers:
+            optimizer.step()
+        snapshots.take(LOOKS + 3).wait(timeout_s=10)
+        assert snapshots._plans is not plans
+        snapshots.close(finished=True)

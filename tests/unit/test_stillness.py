@@ -10,7 +10,7 @@ import torch
 from keepstep.trainer.blocks import Signature
 from keepstep.trainer.items import Items
 from keepstep.trainer.state import Reader
-from keepstep.trainer.stillness import LOOKS, MAX_BREACHES, MAX_SHARES, MOVED, Stillness, deal
+from keepstep.trainer.stillness import LOOKS, MAX_BREACHES, MAX_SHARES, MOVED, Glance, Stillness, deal
 
 
 def moved() -> bool:
@@ -23,11 +23,16 @@ def still() -> bool:
 
 def trusted() -> Stillness:
     stillness = Stillness()
-    for _ in range(LOOKS):
-        assert stillness.share() is None
-        assert stillness.look([still], None) == ""
-    assert stillness.share() is not None
+    look_in_full(stillness)
+    assert stillness.glance().share is not None
     return stillness
+
+
+def look_in_full(stillness: Stillness, times: int = LOOKS) -> None:
+    for _ in range(times):
+        glance = stillness.glance()
+        assert glance.share is None
+        assert stillness.look([still], glance) == ""
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 100, 1172, 40_000])
@@ -48,7 +53,7 @@ def test_shares_come_round() -> None:
     stillness = trusted()
     turns = []
     for _ in range(2 * MAX_SHARES):
-        share = stillness.share()
+        share = stillness.glance().share
         assert share is not None
         turns.append(share % MAX_SHARES)
     assert set(turns) == set(range(MAX_SHARES))
@@ -56,30 +61,46 @@ def test_shares_come_round() -> None:
 
 def test_what_has_moved_unnoticed_voids_the_snapshot_and_trust_is_earned_again() -> None:
     stillness = trusted()
-    assert stillness.look([still, moved], 1) == MOVED
-    for _ in range(LOOKS):
-        assert stillness.share() is None
-        stillness.look([still], None)
-    assert stillness.share() is not None
+    assert stillness.look([still, moved], stillness.glance()) == MOVED
+    look_in_full(stillness)
+    assert stillness.glance().share is not None
 
 
 def test_trust_that_is_broken_again_and_again_is_not_given_any_more() -> None:
     stillness = Stillness()
     for _ in range(MAX_BREACHES):
-        for _ in range(LOOKS):
-            stillness.look([still], None)
-        stillness.look([moved], 1)
-    for _ in range(3 * LOOKS):
-        stillness.look([still], None)
-    assert stillness.share() is None
+        look_in_full(stillness)
+        assert stillness.look([moved], stillness.glance()) == MOVED
+    look_in_full(stillness, 3 * LOOKS)
 
 
 def test_a_state_that_moves_while_training_goes_on_is_looked_at_in_full_and_nothing_is_void() -> None:
     stillness = Stillness()
-    assert stillness.look([moved], None) == ""
-    for _ in range(3 * LOOKS):
-        assert stillness.look([still], None) == ""
-    assert stillness.share() is None
+    assert stillness.look([moved], stillness.glance()) == ""
+    look_in_full(stillness, 3 * LOOKS)
+
+
+@pytest.mark.parametrize("restless_by", ["a third breach", "a full look"])
+def test_a_share_that_was_looked_at_before_the_state_was_found_restless_is_still_checked(restless_by: str) -> None:
+    """Two are in flight: the look behind the first one says that this state is never trusted again."""
+    stillness = trusted()
+    second = stillness.glance()
+    if restless_by == "a full look":
+        stillness.look([moved], Glance(None, second.era))
+    else:
+        for _ in range(MAX_BREACHES):
+            stillness.look([moved], Glance(1, second.era))
+    assert stillness.glance().share is None
+    assert stillness.look([moved], second) == MOVED
+
+
+def test_a_look_behind_an_older_layout_earns_no_trust_for_the_new_one() -> None:
+    stillness = Stillness()
+    older = stillness.glance()
+    stillness.start_again()
+    for _ in range(2 * LOOKS):
+        stillness.look([still], older)
+    assert stillness.glance().share is None
 
 
 # What is looked at
@@ -90,6 +111,9 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(40)])
         self.norm = torch.nn.BatchNorm1d(3)
+        self.wave = torch.nn.Buffer(torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("hidden", torch.zeros(1), persistent=False)
+        self.register_buffer("shown", torch.zeros(1))
 
 
 class State:
@@ -167,7 +191,48 @@ def hook(state: State) -> None:
     state.model.layers[17].register_state_dict_post_hook(lambda *args: None)
 
 
+def transpose(state: State) -> None:
+    state.some.data = state.some.data.t()
+
+
+def reinterpret(state: State) -> None:
+    state.model.norm.running_mean.data = state.model.norm.running_mean.view(torch.int32)
+
+
+def conjugate(state: State) -> None:
+    state.model.wave.data = state.model.wave.data.conj()
+
+
+def hide_another_buffer(state: State) -> None:
+    state.model._non_persistent_buffers_set.clear()
+    state.model._non_persistent_buffers_set.add("shown")
+
+
+def replace_the_dict_of_buffers(state: State) -> None:
+    norm = state.model.norm
+    norm.__dict__["_buffers"] = {**norm._buffers, "running_mean": torch.ones(3)}
+
+
+class OtherLinear(torch.nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"more": 1}
+
+
+def become_another_class(state: State) -> None:
+    state.model.layers[17].__class__ = OtherLinear
+
+
+def patch_a_method(state: State) -> None:
+    state.model.layers[17]._save_to_state_dict = lambda *args: None  # type: ignore[method-assign, assignment]
+
+
+def patch_the_optimizer(state: State) -> None:
+    state.optimizer.state_dict = dict  # type: ignore[method-assign, assignment]
+
+
 CHANGES = [
+    transpose, reinterpret, conjugate, hide_another_buffer, replace_the_dict_of_buffers, become_another_class,
+    patch_a_method, patch_the_optimizer,
     move_data, grow_in_place, replace_parameter, replace_moment, replace_state_of_one, add_moment, load_optimizer,
     replace_module, add_buffer, rename, hook,
 ]  # fmt: skip

@@ -88,14 +88,13 @@ class Ahead:
         try:
             own = os.dup(fd)
             arena = Arena.adopt(own, run_id=self._identity.run_id, node_id=self._identity.node_id)
+            if arena.header.local_index == self._local_index and _newest(arena) is not None:
+                return arena
         except (Error, OSError):  # parity, given up meanwhile, or no arena of this run
-            if own >= 0:
-                os.close(own)
-            return None
-        if arena.header.local_index != self._local_index or _newest(arena) is None:
-            arena.close()
-            return None
-        return arena
+            pass
+        if own >= 0:
+            os.close(own)
+        return None
 
 
 def _newest(arena: Arena) -> int | None:

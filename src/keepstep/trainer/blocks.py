@@ -155,6 +155,7 @@ def _class_of(
 
 
 _shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
+_dtype: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype")
 _inner: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
@@ -172,13 +173,14 @@ class Signature:
     def matches(self, tensors: list[torch.Tensor], share: int | None = None) -> bool:
         """The same objects, at the same addresses, with the same shapes; or others over the same bytes.
 
-        With a share, only of that part of the same objects.
+        With a share, only of that part of the same objects, and only at a glance.
         """
         if len(tensors) != len(self._tensors):
             return False
         if all(map(operator.is_, tensors, self._tensors)):
-            shares = self._shares if share is None else [self._shares[share % len(self._shares)]]
-            return all(one.hold() for one in shares)
+            if share is not None:
+                return self._shares[share % len(self._shares)].seem_to_hold()
+            return all(one.hold() for one in self._shares)
         if [_signature(_local(t)) for t in tensors] != self._full:
             return False
         self._tensors = tensors  # recognised at a glance the next time
@@ -195,15 +197,26 @@ class _Addresses:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._locals = [_local(t) for t in tensors]
+        self._complex = [t for t in self._locals if t.is_complex()]
         self._outer = [t for t in tensors if type(t) is DTensor]
         self._inner = [t._local_tensor for t in self._outer]
-        self._found = self._look()
+        self._places, self._geometry = self._look(), self._look_closely()
 
     def hold(self) -> bool:
-        return all(map(operator.is_, map(_inner, self._outer), self._inner)) and self._look() == self._found
+        return self.seem_to_hold() and self._look_closely() == self._geometry
 
-    def _look(self) -> tuple[list[int], list[torch.Size]]:
+    def seem_to_hold(self) -> bool:
+        """Whether they are where they were: what moves many tensors at once moves their addresses."""
+        return all(map(operator.is_, map(_inner, self._outer), self._inner)) and self._look() == self._places
+
+    def _look(self) -> tuple[list[Any], ...]:
         return list(map(torch.Tensor.data_ptr, self._locals)), list(map(_shape, self._locals))
+
+    def _look_closely(self) -> tuple[list[Any], ...]:
+        """The same bytes in another order, or with another meaning."""
+        found = self._locals
+        flags = [*map(torch.Tensor.is_conj, self._complex), *map(torch.Tensor.is_neg, found)]
+        return list(map(torch.Tensor.stride, found)), list(map(_dtype, found)), flags
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

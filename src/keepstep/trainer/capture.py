@@ -104,6 +104,8 @@ class Capture:
         self._next_checks: dict[int, tuple[CopyPlan, Parts, Checks]] = {}
         """chosen behind the capture before, by plan: a layout has one for each turn of its shares"""
         self.spent = Spent()
+        self._saying = threading.Lock()
+        """held from the moment a capture is not in flight any more until the keeper was told"""
         self._flying: list[Job] = []
         """oldest first"""
         self._threads = [
@@ -261,7 +263,8 @@ class Capture:
         deadline = time.monotonic() + timeout_s
         while self._flying and time.monotonic() < deadline:
             time.sleep(0.002)
-        return not self._flying
+        with self._saying:
+            return not self._flying
 
     def close(self) -> None:
         self.drain(timeout_s=60)
@@ -303,7 +306,9 @@ class Capture:
 
         for departure in job.departures:
             departure.issue(passed, lambda size: self._pace(size, job.gates.values()))
-        job.void = job.void or job.look()
+        moved = job.look()
+        if moved:  # not otherwise: `suspect` may have said something meanwhile
+            job.void = moved
         self._copy_host(job, host, passed)
 
     def _copy_host(self, job: Job, units: list[Unit | Coded], passed: Callable[[int], None]) -> None:
@@ -436,11 +441,12 @@ class Capture:
         return replace(header, flags=header.flags | h.PRINTS, values_bytes=header.values_bytes + len(suffix))
 
     def _finish(self, job: Job, reason: str) -> None:
-        self._flying.remove(job)
-        try:
-            if reason:
-                self._voided(job, reason)
-            else:
-                self._committed(job)
-        except Exception:
-            log.exception("the keeper could not be told about step %d", job.version.step)
+        with self._saying:
+            self._flying.remove(job)
+            try:
+                if reason:
+                    self._voided(job, reason)
+                else:
+                    self._committed(job)
+            except Exception:
+                log.exception("the keeper could not be told about step %d", job.version.step)

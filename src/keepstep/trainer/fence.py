@@ -124,6 +124,10 @@ class Fence:
         stepped, self._stepped = self._stepped, False
         return stepped
 
+    def owned(self) -> list[list[list[int]]]:
+        """Which parameters each optimizer steps, as a mark: what is fenced by whom follows from it."""
+        return [[list(map(id, group["params"])) for group in w.optimizer.param_groups] for w in self.watched]
+
     def arm(self, gates: dict[int, Gate]) -> None:
         """A new snapshot begins: `gates` by index of the optimizer. Counts start again."""
         for index, watched in enumerate(self.watched):

@@ -260,7 +260,7 @@ class Link:
     def hold(self, arena_id: str, fd: int) -> None:
         """Keep a duplicate of this rank's own memory, whether or not the keeper lives to ask for it."""
         with self._changing:
-            if arena_id not in self._held:
+            if arena_id not in self._held and not self._closed.is_set():
                 self._held[arena_id] = os.dup(fd)
 
     def _lost(self) -> None:

@@ -47,7 +47,10 @@ class Memory:
 
     def keep(self, view: ArenaView) -> None:
         """Mapped already, and perhaps of use."""
-        self._spare = view
+        with self._changing:
+            old, self._spare = self._spare, view
+        if old is not None:
+            old.close()
 
     def get(self, need: ArenaNeed, *, show: bool) -> None:
         """Have an arena with room for `need`. Raises the one error that a user gets when it does not fit."""
@@ -73,7 +76,8 @@ class Memory:
                     os.close(fd)
                 after()
             except Exception as error:
-                log.error("there is no memory for snapshots: %s", error)
+                if not self._closed.is_set():
+                    log.error("there is no memory for snapshots: %s", error)
             finally:
                 self.busy = False
 
@@ -100,6 +104,7 @@ class Memory:
 
     def _move_into(self, arena_id: str, fd: int, *, show: bool) -> None:
         if self.view is not None and self.view.arena.arena_id == arena_id:
+            self._drop_spare()
             return
         view = self._open(arena_id, fd)
         try:
@@ -110,18 +115,26 @@ class Memory:
             view.close()
             raise
         with self._changing:
-            old, self.view = self.view, view
+            # A close() that came first would leave it to nobody.
+            old, self.view = (view, self.view) if self._closed.is_set() else (self.view, view)
         if old is not None:
             old.close()
         self.note_progress(self._step)
 
     def _open(self, arena_id: str, fd: int) -> ArenaView:
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            if spare.arena.arena_id == arena_id:
+        with self._changing:
+            spare = self._spare
+            if spare is not None and spare.arena.arena_id == arena_id:
+                self._spare = None
                 return spare
-            spare.close()
+        self._drop_spare()
         return open_view(os.dup(fd), self._link.identity)
+
+    def _drop_spare(self) -> None:
+        with self._changing:
+            spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
 
     def grow(self, need: ArenaNeed, *, before: Callable[[], object]) -> None:
         """A larger arena, made before the old one goes."""
@@ -153,16 +166,15 @@ class Memory:
                     log.warning("progress cannot be written: %s", error)
 
     def close(self) -> None:
-        self._closed.set()
         with self._changing:
+            self._closed.set()
             self._self = (0, 0)
         self.note_progress(self._step)
         with self._changing:
             view, self.view = self.view, None
-        for one in (view, self._spare):
-            if one is not None:
-                one.close()
-        self._spare = None
+        if view is not None:
+            view.close()
+        self._drop_spare()
 
 
 def open_view(fd: int, identity: Identity) -> ArenaView:

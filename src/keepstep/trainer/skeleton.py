@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -19,6 +19,11 @@ import torch
 from keepstep.trainer.stillness import Check, deal
 
 _values: Callable[[dict[Any, Any]], Iterable[Any]] = operator.methodcaller("values")
+
+
+# Whoever has one of these of its own gives another state than its class does.
+_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_attributes: Callable[[torch.nn.Module], tuple[dict[Any, Any], ...]] = operator.attrgetter("_parameters", "_buffers")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Part:
     """where tensors and submodules hang"""
     rules: tuple[Any, ...] = ()
     """hooks and the like that change what a state is: as many as before"""
+    module: torch.nn.Module | None = None
+    """whose containers these are"""
 
 
 class Places:
@@ -37,6 +44,11 @@ class Places:
     def __init__(self, parts: list[Part]) -> None:
         self._containers = [container for part in parts for container in part.containers]
         self._rules = [rule for part in parts for rule in part.rules]
+        self._modules = [part.module for part in parts if part.module is not None]
+        self._types = list(map(type, self._modules))
+        self._owned = [container for part in parts if part.module is not None for container in part.containers]
+        self._hidden = [part._non_persistent_buffers_set for part in self._modules if part._non_persistent_buffers_set]
+        self._hidden_names = [set(names) for names in self._hidden]
         self._lengths = self._measure()
         # What is empty shows by its length when it is not any more.
         self._full = [container for container in self._containers if container]
@@ -47,9 +59,19 @@ class Places:
         """Whether everything is still where it was. By calls that run outside the interpreter: it is long."""
         return (
             self._measure() == self._lengths
+            and self._same_modules()
             and all(map(operator.is_, chain.from_iterable(map(_values, self._full)), self._things))
             and all(map(operator.is_, chain.from_iterable(self._full), self._keys))
         )
+
+    def _same_modules(self) -> bool:
+        """They are what they were, with the same dicts, and none got a method of its own."""
+        if not all(map(operator.is_, map(type, self._modules), self._types)) or self._hidden != self._hidden_names:
+            return False
+        own = list(map(vars, self._modules))
+        if any(any(map(operator.contains, own, repeat(name))) for name in _METHODS):
+            return False
+        return all(map(operator.is_, chain.from_iterable(map(_attributes, self._modules)), self._owned))
 
     def _measure(self) -> list[int]:
         return [*map(len, self._containers), *map(len, self._rules)]
@@ -91,6 +113,8 @@ class Skeleton:
             return False
         if self.optimizer is None:
             return True
+        if "state_dict" in vars(self.optimizer):
+            return False
         # `optimizer.load_state_dict` puts another dict there, and leaves the old one as it was.
         return self.optimizer.state is self._state and _identities(self.optimizer) == self.parameters
 
@@ -114,7 +138,7 @@ def of_module(module: torch.nn.Module, state: Any, encoded: bytes) -> Skeleton |
             return None
         top.append(Part((part._modules,)))
         rules = (part._state_dict_hooks, part._state_dict_pre_hooks, part._non_persistent_buffers_set)
-        parts.append(Part((part._parameters, part._buffers), rules))
+        parts.append(Part((part._parameters, part._buffers), rules, part))
     for value in state.values():
         if not isinstance(value, torch.Tensor):
             return None
@@ -132,8 +156,7 @@ def of_module(module: torch.nn.Module, state: Any, encoded: bytes) -> Skeleton |
 def _is_ordinary(part: torch.nn.Module) -> bool:
     base = torch.nn.Module
     own = type(part)
-    methods = ("state_dict", "_save_to_state_dict", "get_extra_state")
-    if any(getattr(own, name) is not getattr(base, name) for name in methods) or "state_dict" in part.__dict__:
+    if any(getattr(own, name) is not getattr(base, name) or name in vars(part) for name in _METHODS):
         return False
     return not (part._state_dict_hooks or part._state_dict_pre_hooks)
 

@@ -101,6 +101,9 @@ class Snapshotter:
         self._link.arena_id = lambda: self._memory.arena_id
         self._plans: Turns | None = None
         self._signature: blocks.Signature | None = None
+        self._owned: list[list[list[int]]] = []
+        self._outdated = False
+        """another thread has learnt what asks for a new layout"""
         self._stillness = Stillness(restless=bool(self._sharded))
         self._waiting = Waiting()
         self._progress = -1
@@ -321,11 +324,16 @@ class Snapshotter:
     def _begin_capture(self, version: Version, grant: Grant, *, inexact: bool) -> PendingSnapshot:
         view = self._memory.view
         assert view is not None
-        share = self._stillness.share()
-        reading = self._reader.read(share)
-        if share is not None and not self._known(reading, share):
-            share, reading = None, self._reader.read()
-        plan = self._current_plans(reading, share).at(version.step)
+        glance = self._stillness.glance()
+        reading = self._reader.read(glance.share)
+        if glance.share is not None and not self._is_known(reading, glance.share):
+            glance = self._stillness.start_again()
+            reading = self._reader.read()
+        if glance.share is None and not self._is_known(reading, None):
+            self._plans = self._make_plans(reading)
+            glance = self._stillness.start_again()
+        assert self._plans is not None
+        plan = self._plans.at(version.step)
         need = ArenaNeed(len(plan.encoded), len(reading.values), plan.payload_bytes)
         if not view.arena.fits(need):
             wanted = sizing.need_of(plan, len(reading.values), [], self._sharing)
@@ -333,28 +341,26 @@ class Snapshotter:
             raise CaptureError(f"the state has outgrown its arena ({plan.payload_bytes:,} bytes); a larger one is made")
         pending = PendingSnapshot(version.step)
         self._waiting.add(version, pending)
-        look = partial(self._stillness.look, self._checks(reading), share)
+        look = partial(self._stillness.look, self._checks(reading), glance)
         self._capture.begin(view, grant.slot, version, plan, reading.values, inexact=inexact, look=look)
         return pending
 
-    def _known(self, reading: Reading, share: int | None) -> bool:
-        """Every tensor is where and what it was when the plans were made, as far as `share` tells."""
-        return self._signature is not None and self._signature.matches(reading.tensors, share)
-
-    def _current_plans(self, reading: Reading, share: int | None) -> Turns:
-        """The cached plans while nothing has changed; new ones otherwise."""
-        if self._plans is None or (share is None and not self._known(reading, None)):
-            self._plans = self._make_plans(reading)
-            self._stillness.start_again()
-        return self._plans
+    def _is_known(self, reading: Reading, share: int | None) -> bool:
+        """Every tensor is where and what it was when the plans were made, and is written by whom it was."""
+        if self._signature is None or self._outdated or self._fence.owned() != self._owned:
+            return False
+        return self._signature.matches(reading.tensors, share)
 
     def _checks(self, reading: Reading) -> list[Check]:
         """All that a `take` relies on."""
-        signature = self._signature  # another thread may take it away: then there is a new layout next time
-        addresses = signature.checks() if signature is not None else []
-        return [*addresses, *(check for one in reading.relied_on for check in one.checks())]
+        assert self._signature is not None
+        owned = self._owned
+        found = [*self._signature.checks(), lambda: self._fence.owned() == owned]
+        return [*found, *(check for one in reading.relied_on for check in one.checks())]
 
     def _make_plans(self, reading: Reading) -> Turns:
+        self._outdated = False
+        self._owned = self._fence.owned()
         ranks_of = self._replicas().ranks_of
         built = blocks.build(
             reading.tensors, reading.paths(), sharing=self._sharing, ranks_of=ranks_of,
@@ -404,7 +410,7 @@ class Snapshotter:
         if message.diverged:
             log.error("step %d is void: %s", message.version.step, message.reason)
             self._diverged = self._diverged | frozenset(message.diverged)
-            self._signature = None  # the next layout has them as this rank's own
+            self._outdated = True  # the next layout has them as this rank's own
         self._waiting.void(message.version, f"void elsewhere (rank {message.rank}: {message.reason})")
 
     # The rest

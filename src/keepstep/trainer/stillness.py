@@ -13,8 +13,10 @@ at in full inside every `take`.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -40,40 +42,61 @@ def deal(items: Sequence[T]) -> list[list[T]]:
     return [items[number::count] for number in range(count)]
 
 
+@dataclass(frozen=True)
+class Glance:
+    """What one `take` looks at."""
+
+    share: int | None
+    """None: everything"""
+    era: int
+    """looks behind a layout that is no more say nothing of the next one"""
+
+
 class Stillness:
-    """How far one state is trusted not to move. `share` is for the training thread, `look` for the copy thread."""
+    """How far one state is trusted not to move. `glance` is for the training thread, `look` for the copy thread."""
 
     def __init__(self, *, restless: bool = False) -> None:
         """`restless`: it is known to move."""
+        self._lock = threading.Lock()
         self._restless = restless
+        self._era = self._looks = self._breaches = self._turn = 0
+
+    def glance(self) -> Glance:
+        """What to look at in this `take`."""
+        with self._lock:
+            if self._restless or self._looks < LOOKS:
+                return Glance(None, self._era)
+            self._turn += 1
+            return Glance(self._turn, self._era)
+
+    def start_again(self) -> Glance:
+        """There is another layout, or something has moved: look at everything."""
+        with self._lock:
+            self._forget()
+            return Glance(None, self._era)
+
+    def _forget(self) -> None:
         self._looks = 0
-        self._breaches = 0
-        self._turn = 0
+        self._era += 1
 
-    def share(self) -> int | None:
-        """Which share to look at in this `take`; None: everything."""
-        if self._restless or self._looks < LOOKS:
-            return None
-        self._turn += 1
-        return self._turn
+    def look(self, checks: Sequence[Check], glance: Glance) -> str:
+        """Behind a `take` that had this glance. Returns why its snapshot is void, or nothing."""
+        if self._restless and glance.share is None:
+            return ""  # there is nothing to learn, and nothing that was not looked at
+        still = _all(checks)
+        with self._lock:
+            return self._learn(glance, still=still)
 
-    def start_again(self) -> None:
-        """There is another layout, or something has moved."""
-        self._looks = 0
-
-    def look(self, checks: Sequence[Check], share: int | None) -> str:
-        """Behind a `take` that has looked at `share`. Returns why its snapshot is void, or nothing."""
-        if self._restless:
+    def _learn(self, glance: Glance, *, still: bool) -> str:
+        if still:
+            self._looks += glance.era == self._era
             return ""
-        if _all(checks):
-            self._looks += 1
-            return ""
-        if share is None:  # it was where it should be, and has moved since: that is how this state is
+        if glance.share is None:  # it was where it should be, and has moved since: that is how this state is
             self._restless = True
             return ""
         self._breaches += 1
-        self._restless = self._breaches >= MAX_BREACHES
-        self.start_again()
+        self._restless = self._restless or self._breaches >= MAX_BREACHES
+        self._forget()
         return MOVED
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,20 +108,30 @@ class ArenaView:
 
     def _register(self, span: Span) -> int:
         address = self.mapping.address + span.offset
-        failure = int(torch.cuda.cudart().cudaHostRegister(address, span.size_bytes, 1))  # type: ignore[no-untyped-call]
+        with _device_in_use():
+            failure = int(torch.cuda.cudart().cudaHostRegister(address, span.size_bytes, 1))  # type: ignore[no-untyped-call]
         if not failure:
             self._registered[span.offset] = address
         return failure
 
     def close(self) -> None:
-        for address in self._registered.values():
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        if self._registered:
+            with _device_in_use():
+                for address in self._registered.values():
+                    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         self._targets.clear()
         self._cargo.clear()
         self._history = None
         del self.bytes
         self.mapping.close()
         self.arena.close()
+
+
+def _device_in_use() -> AbstractContextManager[Any]:
+    """A thread's current device is the first one: to use that from every rank of a node would start CUDA on it."""
+    started = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    in_use = [index for index in range(torch.cuda.device_count()) if started is not None and started(index)]
+    return torch.cuda.device(in_use[0]) if in_use else nullcontext()
 
 
 def _clear_cuda_error() -> None:
