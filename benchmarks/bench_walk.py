@@ -61,7 +61,7 @@ def measure(parameters: int, snapshots: int, *, restless: bool) -> dict[str, Any
     with LocalRun() as run:
         config = run.config(take=TakeConfig(small_bytes=0, fingerprint=False))
         with keepstep.Snapshotter(training.state, config) as keeper:
-            keeper._stillness._restless = restless
+            keeper._survey.stillness._restless = restless
             keeper.restore()
             for step in range(LOOKS + 2 + snapshots):
                 training.optimizer.step()

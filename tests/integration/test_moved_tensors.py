@@ -134,11 +134,11 @@ def test_a_parameter_that_goes_to_another_optimizer_is_fenced_by_that_one() -> N
             for optimizer in optimizers:
                 optimizer.step()
             assert snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
-        plans = snapshots._plans
+        plans = snapshots._survey.plans
         moved = optimizers[1].param_groups[0]["params"].pop()
         optimizers[0].param_groups[0]["params"].append(moved)
         for optimizer in optimizers:
             optimizer.step()
         snapshots.take(LOOKS + 3).wait(timeout_s=10)
-        assert snapshots._plans is not plans
+        assert snapshots._survey.plans is not plans
         snapshots.close(finished=True)

@@ -19,11 +19,9 @@ import torch
 from keepstep.trainer.stillness import Check, deal
 
 _values: Callable[[dict[Any, Any]], Iterable[Any]] = operator.methodcaller("values")
-
-
+_attributes: Callable[[torch.nn.Module], tuple[dict[Any, Any], ...]] = operator.attrgetter("_parameters", "_buffers")
 # Whoever has one of these of its own gives another state than its class does.
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
-_attributes: Callable[[torch.nn.Module], tuple[dict[Any, Any], ...]] = operator.attrgetter("_parameters", "_buffers")
 
 
 @dataclass(frozen=True)

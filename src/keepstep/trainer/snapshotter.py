@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,7 +35,7 @@ from keepstep.protocol import (
     Voided,
     WantRestore,
 )
-from keepstep.trainer import blocks, sizing
+from keepstep.trainer import sizing
 from keepstep.trainer import state as states
 from keepstep.trainer.ahead import Ahead
 from keepstep.trainer.capture import Capture, Job
@@ -58,9 +57,9 @@ from keepstep.trainer.restore import Restored, Writer, sharded_modules
 from keepstep.trainer.saved import RandomStates, Saved
 from keepstep.trainer.shares import Sharing
 from keepstep.trainer.sources import Sources
-from keepstep.trainer.state import Reader, Reading
-from keepstep.trainer.stillness import Check, Stillness
-from keepstep.trainer.turns import Turns
+from keepstep.trainer.state import Reader
+from keepstep.trainer.stillness import Stillness
+from keepstep.trainer.survey import Survey
 from keepstep.trainer.view import ArenaView
 from keepstep.trainer.world import World
 from keepstep.types import Source, Status, Survives, Version
@@ -94,17 +93,14 @@ class Snapshotter:
         self._capture = Capture(
             self._place, self.config.take, self._fence, committed=self._on_committed, voided=self._on_void
         )
-        self._reader = Reader(self._items, rng=self.config.rng, grads=self.config.grads)
         self._sharing = self._find_sharing()
         self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
+        self._survey = Survey(
+            Reader(self._items, rng=self.config.rng, grads=self.config.grads), self._fence, self._sharing,
+            self._replicas, Stillness(restless=bool(self._sharded)), self.config.take.small_bytes,
+        )  # fmt: skip
         self._memory = Memory(self._link, self.config.arena)
         self._link.arena_id = lambda: self._memory.arena_id
-        self._plans: Turns | None = None
-        self._signature: blocks.Signature | None = None
-        self._owned: list[list[list[int]]] = []
-        self._outdated = False
-        """another thread has learnt what asks for a new layout"""
-        self._stillness = Stillness(restless=bool(self._sharded))
         self._waiting = Waiting()
         self._progress = -1
         self._used = ("", -1)
@@ -229,24 +225,24 @@ class Snapshotter:
 
     def _foresee(self) -> ArenaNeed:
         """What a snapshot will need, with the optimizer state that is still to come."""
-        reading = self._reader.read()
-        self._plans = self._make_plans(reading)
+        reading, plan = self._survey.begin()
         self._fence.muted = True
         try:
             missing = sizing.missing_state(self._items.optimizers, self._replicas())
             missing += sizing.missing_grads(self._items.optimizers) if self.config.grads else []
         finally:
             self._fence.muted = False
-        return sizing.need_of(self._plans.first, len(reading.values), missing, self._sharing)
+        return sizing.need_of(plan, len(reading.values), missing, self._sharing)
 
     def _prepare_devices(self, need: ArenaNeed) -> None:
         """What is on a device now tells how what comes will be spread."""
-        assert self._plans is not None
+        assert self._survey.plans is not None
+        plan = self._survey.plans.first
         sizes: Counter[torch.device] = Counter()
-        for unit in self._plans.first.units():
+        for unit in plan.units():
             sizes[unit.device] += unit.size_bytes
         total = sum(sizes.values())
-        codes = {(stream.n - stream.m, stream.m) for stream in self._plans.first.layout.streams if stream.m}
+        codes = {(stream.n - stream.m, stream.m) for stream in plan.layout.streams if stream.m}
         foreseen = {d: need.payload_bytes * size // total for d, size in sizes.items() if d.type == "cuda"}
         self._capture.lanes.prepare(foreseen, codes)
 
@@ -282,7 +278,8 @@ class Snapshotter:
         if isinstance(grant, str):
             return self._skip(step, grant)
         version = Version(self._link.incarnation, step)
-        if self._capture.is_full(self.config.arena.slots):
+        view = self._memory.view
+        if view is not None and self._capture.is_full(view.arena.num_slots):
             return self._void(version, grant, "the snapshot before it is still being copied")
         try:
             return self._begin_capture(version, grant, inexact=self._is_inexact(stepped))
@@ -324,50 +321,17 @@ class Snapshotter:
     def _begin_capture(self, version: Version, grant: Grant, *, inexact: bool) -> PendingSnapshot:
         view = self._memory.view
         assert view is not None
-        glance = self._stillness.glance()
-        reading = self._reader.read(glance.share)
-        if glance.share is not None and not self._is_known(reading, glance.share):
-            glance = self._stillness.start_again()
-            reading = self._reader.read()
-        if glance.share is None and not self._is_known(reading, None):
-            self._plans = self._make_plans(reading)
-            glance = self._stillness.start_again()
-        assert self._plans is not None
-        plan = self._plans.at(version.step)
-        need = ArenaNeed(len(plan.encoded), len(reading.values), plan.payload_bytes)
+        seen = self._survey.at(version.step)
+        plan, values = seen.plan, seen.reading.values
+        need = ArenaNeed(len(plan.encoded), len(values), plan.payload_bytes)
         if not view.arena.fits(need):
-            wanted = sizing.need_of(plan, len(reading.values), [], self._sharing)
+            wanted = sizing.need_of(plan, len(values), [], self._sharing)
             self._memory.grow(wanted, before=lambda: self._capture.drain(timeout_s=600))
             raise CaptureError(f"the state has outgrown its arena ({plan.payload_bytes:,} bytes); a larger one is made")
         pending = PendingSnapshot(version.step)
         self._waiting.add(version, pending)
-        look = partial(self._stillness.look, self._checks(reading), glance)
-        self._capture.begin(view, grant.slot, version, plan, reading.values, inexact=inexact, look=look)
+        self._capture.begin(view, grant.slot, version, plan, values, inexact=inexact, look=seen.look)
         return pending
-
-    def _is_known(self, reading: Reading, share: int | None) -> bool:
-        """Every tensor is where and what it was when the plans were made, and is written by whom it was."""
-        if self._signature is None or self._outdated or self._fence.owned() != self._owned:
-            return False
-        return self._signature.matches(reading.tensors, share)
-
-    def _checks(self, reading: Reading) -> list[Check]:
-        """All that a `take` relies on."""
-        assert self._signature is not None
-        owned = self._owned
-        found = [*self._signature.checks(), lambda: self._fence.owned() == owned]
-        return [*found, *(check for one in reading.relied_on for check in one.checks())]
-
-    def _make_plans(self, reading: Reading) -> Turns:
-        self._outdated = False
-        self._owned = self._fence.owned()
-        ranks_of = self._replicas().ranks_of
-        built = blocks.build(
-            reading.tensors, reading.paths(), sharing=self._sharing, ranks_of=ranks_of,
-            small_bytes=self.config.take.small_bytes,
-        )  # fmt: skip
-        self._signature = blocks.Signature(reading.tensors)
-        return Turns(built, self._sharing, self._fence.watched, self.config.take.small_bytes)
 
     def _is_inexact(self, stepped: bool) -> bool:
         """Between accumulation steps gradients are part of the state, and they are not in the snapshot."""
@@ -410,7 +374,7 @@ class Snapshotter:
         if message.diverged:
             log.error("step %d is void: %s", message.version.step, message.reason)
             self._diverged = self._diverged | frozenset(message.diverged)
-            self._outdated = True  # the next layout has them as this rank's own
+            self._survey.outdate()  # the next layout has them as this rank's own
         self._waiting.void(message.version, f"void elsewhere (rank {message.rank}: {message.reason})")
 
     # The rest
@@ -429,7 +393,7 @@ class Snapshotter:
         self._fence.close()
         self._link.close(finished=finished)
         self._memory.close()
-        self._plans = self._signature = None
+        self._survey.close()
         _open_here.discard(self._key)
         self._waiting.end("closed before it was complete")
 

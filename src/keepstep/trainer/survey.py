@@ -1,0 +1,103 @@
+"""The state at one boundary, and the plan for its copy. Runs inside `take`, on the training thread.
+
+Plans are cached while every tensor is where and what it was and is written by the same optimizer. A state that stands
+still is looked at in part (`stillness`); what `take` relies on is looked at in full behind it (`Sight.look`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from keepstep.trainer import blocks
+from keepstep.trainer.copies import CopyPlan
+from keepstep.trainer.fence import Fence
+from keepstep.trainer.replicas import Replicas
+from keepstep.trainer.shares import Sharing
+from keepstep.trainer.state import Reader, Reading
+from keepstep.trainer.stillness import Check, Stillness
+from keepstep.trainer.turns import Turns
+
+
+@dataclass(frozen=True)
+class Sight:
+    reading: Reading
+    plan: CopyPlan
+    look: Callable[[], str]
+    """on the copy thread: why the snapshot is void, or nothing"""
+
+
+class Survey:
+    """Of one state, again and again."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        fence: Fence,
+        sharing: Sharing | None,
+        replicas: Callable[[], Replicas],
+        stillness: Stillness,
+        small_bytes: int,
+    ) -> None:
+        """`replicas`: what other nodes hold too, as far as is known when it is asked."""
+        self._reader, self._fence, self._sharing = reader, fence, sharing
+        self._replicas, self._small_bytes = replicas, small_bytes
+        self.stillness = stillness
+        self.plans: Turns | None = None
+        self._signature: blocks.Signature | None = None
+        self._owned: list[list[list[int]]] = []
+        self._outdated = False
+
+    def outdate(self) -> None:
+        """From any thread: the next snapshot needs a new layout."""
+        self._outdated = True
+
+    def begin(self) -> tuple[Reading, CopyPlan]:
+        """The first look, whatever was seen before."""
+        reading = self._reader.read()
+        self.plans = self._make_plans(reading)
+        return reading, self.plans.first
+
+    def at(self, step: int) -> Sight:
+        glance = self.stillness.glance()
+        reading = self._reader.read(glance.share)
+        if glance.share is not None and not self._is_known(reading, glance.share):
+            glance = self.stillness.start_again()
+            reading = self._reader.read()
+        if glance.share is None and not self._is_known(reading, None):
+            self.plans = self._make_plans(reading)
+            glance = self.stillness.start_again()
+        assert self.plans is not None
+        return Sight(reading, self.plans.at(step), partial(self.stillness.look, self._checks(reading), glance))
+
+    def close(self) -> None:
+        """Let go of every tensor."""
+        self.plans = self._signature = None
+
+    def _is_known(self, reading: Reading, share: int | None) -> bool:
+        if self._signature is None or self._outdated or self._fence.owned() != self._owned:
+            return False
+        return self._signature.matches(reading.tensors, share)
+
+    def _checks(self, reading: Reading) -> list[Check]:
+        """All that a `take` relies on."""
+        assert self._signature is not None
+        owned = self._owned
+        found = [*self._signature.checks(), lambda: self._fence.owned() == owned]
+        return [*found, *(check for one in reading.relied_on for check in one.checks())]
+
+    def _make_plans(self, reading: Reading) -> Turns:
+        self._outdated = False  # before anything is read that it depends on
+        try:
+            owned = self._fence.owned()
+            built = blocks.build(
+                reading.tensors, reading.paths(), sharing=self._sharing, ranks_of=self._replicas().ranks_of,
+                small_bytes=self._small_bytes,
+            )  # fmt: skip
+            plans = Turns(built, self._sharing, self._fence.watched, self._small_bytes)
+            self._signature, self._owned = blocks.Signature(reading.tensors), owned
+        except BaseException:
+            self._outdated = True  # the old plans must not be taken for these
+            raise
+        return plans
