@@ -44,6 +44,8 @@ def until(what: Callable[[], bool]) -> bool:
 
 @pytest.fixture
 def run() -> Iterator[LocalRun]:
+    gc.collect()  # of what tests before have left to it
+    assert maps() == 0
     with LocalRun() as made:
         yield made
 

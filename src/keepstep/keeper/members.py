@@ -179,6 +179,7 @@ def _begin_life(node: Node, opening: Opening) -> None:
     node.state = RESTORING
     restoring.forget(node)
     node.last_grant.clear()
+    node.progress.clear()
     node.early.clear()
     _reclaim_slots(node)
 
