@@ -48,12 +48,18 @@ def replace_a_moment(training: Training, trial: int) -> None:
     state["exp_avg"] = state["exp_avg"] + 1
 
 
+def transpose_one(training: Training, trial: int) -> None:
+    """The same bytes at the same address, in another order."""
+    parameter = training.parameter(4 * trial)
+    parameter.data = parameter.data.t()
+
+
 def move_all(training: Training, trial: int) -> None:
     for parameter in training.model.parameters():
         parameter.data = parameter.data + 1
 
 
-@pytest.mark.parametrize("change", [move_one, replace_a_moment, move_all], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [move_one, replace_a_moment, transpose_one, move_all], ids=lambda change: change.__name__)
 @pytest.mark.timeout(180)
 def test_what_has_moved_is_never_captured_as_it_was(change: Callable[[Training, int], None]) -> None:
     void = 0

@@ -94,6 +94,12 @@ def test_a_share_that_was_looked_at_before_the_state_was_found_restless_is_still
     assert stillness.look([moved], second) == MOVED
 
 
+def test_what_nothing_that_trains_changes_is_looked_at_behind_though_the_state_is_restless() -> None:
+    stillness = Stillness(restless=True)
+    assert stillness.look([moved], stillness.glance(), [still]) == ""
+    assert stillness.look([still], stillness.glance(), [still, moved]) == MOVED
+
+
 def test_a_look_behind_an_older_layout_earns_no_trust_for_the_new_one() -> None:
     stillness = Stillness()
     older = stillness.glance()
@@ -128,7 +134,11 @@ class State:
         self.signature = Signature(reading.tensors)
         reading = self.reader.read()  # the first one was of what state_dict() gave, which are other objects
         assert self.signature.matches(reading.tensors)
-        self.checks = [*self.signature.checks(), *(check for one in reading.relied_on for check in one.checks())]
+        self.checks = [
+            *self.signature.checks(),
+            *self.signature.close_checks(),
+            *(check for one in reading.relied_on for check in one.checks()),
+        ]
 
     @property
     def some(self) -> torch.nn.Parameter:

@@ -173,14 +173,13 @@ class Signature:
     def matches(self, tensors: list[torch.Tensor], share: int | None = None) -> bool:
         """The same objects, at the same addresses, with the same shapes; or others over the same bytes.
 
-        With a share, only of that part of the same objects, and only at a glance.
+        With a share, only of that part of the same objects. Strides and dtypes of the same objects are not looked at.
         """
         if len(tensors) != len(self._tensors):
             return False
         if all(map(operator.is_, tensors, self._tensors)):
-            if share is not None:
-                return self._shares[share % len(self._shares)].seem_to_hold()
-            return all(one.hold() for one in self._shares)
+            shares = self._shares if share is None else [self._shares[share % len(self._shares)]]
+            return all(one.hold() for one in shares)
         if [_signature(_local(t)) for t in tensors] != self._full:
             return False
         self._tensors = tensors  # recognised at a glance the next time
@@ -188,8 +187,12 @@ class Signature:
         return True
 
     def checks(self) -> list[Check]:
-        """All of it, piece by piece."""
+        """All addresses, piece by piece."""
         return [one.hold for one in self._shares]
+
+    def close_checks(self) -> list[Check]:
+        """Whether bytes that are where they were also mean what they meant."""
+        return [one.mean_the_same for one in self._shares]
 
 
 class _Addresses:
@@ -203,11 +206,10 @@ class _Addresses:
         self._places, self._geometry = self._look(), self._look_closely()
 
     def hold(self) -> bool:
-        return self.seem_to_hold() and self._look_closely() == self._geometry
-
-    def seem_to_hold(self) -> bool:
-        """Whether they are where they were: what moves many tensors at once moves their addresses."""
         return all(map(operator.is_, map(_inner, self._outer), self._inner)) and self._look() == self._places
+
+    def mean_the_same(self) -> bool:
+        return self._look_closely() == self._geometry
 
     def _look(self) -> tuple[list[Any], ...]:
         return list(map(torch.Tensor.data_ptr, self._locals)), list(map(_shape, self._locals))

@@ -79,8 +79,14 @@ class Stillness:
         self._looks = 0
         self._era += 1
 
-    def look(self, checks: Sequence[Check], glance: Glance) -> str:
-        """Behind a `take` that had this glance. Returns why its snapshot is void, or nothing."""
+    def look(self, checks: Sequence[Check], glance: Glance, never: Sequence[Check] = ()) -> str:
+        """Behind a `take` that had this glance. Returns why its snapshot is void, or nothing.
+
+        `never`: what `take` does not look at, because nothing that trains ever changes it.
+        """
+        if not _all(never):
+            self.start_again()
+            return MOVED
         if self._restless and glance.share is None:
             return ""  # there is nothing to learn, and nothing that was not looked at
         still = _all(checks)

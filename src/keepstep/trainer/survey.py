@@ -16,7 +16,7 @@ from keepstep.trainer.fence import Fence
 from keepstep.trainer.replicas import Replicas
 from keepstep.trainer.shares import Sharing
 from keepstep.trainer.state import Reader, Reading
-from keepstep.trainer.stillness import Check, Stillness
+from keepstep.trainer.stillness import Check, Glance, Stillness
 from keepstep.trainer.turns import Turns
 
 
@@ -69,7 +69,15 @@ class Survey:
             self.plans = self._make_plans(reading)
             glance = self.stillness.start_again()
         assert self.plans is not None
-        return Sight(reading, self.plans.at(step), partial(self.stillness.look, self._checks(reading), glance))
+        assert self._signature is not None
+        look = partial(self._look, self._checks(reading), glance, self._signature.close_checks())
+        return Sight(reading, self.plans.at(step), look)
+
+    def _look(self, checks: list[Check], glance: Glance, never: list[Check]) -> str:
+        void = self.stillness.look(checks, glance, never)
+        if void:
+            self.outdate()
+        return void
 
     def close(self) -> None:
         """Let go of every tensor."""
