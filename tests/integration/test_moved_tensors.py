@@ -59,7 +59,9 @@ def move_all(training: Training, trial: int) -> None:
         parameter.data = parameter.data + 1
 
 
-@pytest.mark.parametrize("change", [move_one, replace_a_moment, transpose_one, move_all], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [move_one, replace_a_moment, transpose_one, move_all], ids=lambda change: change.__name__
+)
 @pytest.mark.timeout(180)
 def test_what_has_moved_is_never_captured_as_it_was(change: Callable[[Training, int], None]) -> None:
     void = 0
