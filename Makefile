@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-BESIDE := $(addprefix tests/integration/test_, cli.py every_step.py fencing.py flip_bits.py moved_tensors.py \
+BESIDE := $(addprefix tests/integration/test_, every_step.py fencing.py flip_bits.py gpu_benchmark.py \
 	peers_conformance.py peers_tcp.py peers_tls.py)
 COMPUTING := tests/unit tests/property tests/golden tests/simulation tests/many $(BESIDE)
 FAST_LOG := .tests-computing.log
