@@ -27,6 +27,7 @@ def measure_gpt(task: Task) -> None:
     device, results = Device(task.device), _results(task)
     with open_cost(make_gpt(task.sizes.gpt, task.device), device, results, task.name, task.sizes) as cost:
         measure_with_limits(cost, task.sizes.cadences, task.sizes, toy=task.toy)
+        cost.crowd(task.sizes.cadences[0])
         if device.is_cuda:
             profile_copies(cost)
 

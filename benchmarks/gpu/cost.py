@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from crowd import Crowd
 from limit import Ring, open_ring
 from measuring import Block, Device, Saving, lost_in, median, run_block, spread, without_numbers
 from results import Results, say
@@ -193,6 +194,26 @@ class Cost:
         self.put("memory", value=value)
         grown = {name: f"{size / 1e9:.2f} GB" for name, size in value["device_growth"].items()}
         say(f"{self.key}: arena {rank.arena_bytes / 1e9:.2f} GB, device grew {grown or 'not: there is none'}")
+
+    def crowd(self, cadence: Cadence) -> None:
+        """What sealing takes from other work on every core of the host, and what that work takes from training."""
+        with Crowd() as crowd:
+            rates: list[float] = []
+
+            def block(saving: Saving | None) -> Block:
+                before = crowd.rounds()
+                found = run_block(self.workload, self.device, cadence.steps, saving)
+                rates.append((crowd.rounds() - before) / found.wall_s)
+                return found
+
+            alone = [block(None)]
+            blocks = [block(self.saving(cadence.every))]
+            ends = [self.saver.settle()]
+            alone.append(block(None))
+        share = 1 - rates[1] / statistics.fmean([rates[0], rates[2]])
+        value = {"workers": crowd.size, "every": cadence.every, "rounds_s": rates, "work_lost_share": share}
+        self.put("crowd", value={**value, **summarize(blocks, alone, ends)})
+        say(f"{self.key}: {crowd.size} busy processes beside it lose {share:.1%} of their work, every {cadence.every}")
 
     def _largest(self) -> torch.Tensor:
         return max(self.workload.tensors(), key=lambda tensor: tensor.nbytes)

@@ -90,6 +90,8 @@ class KeeperConfig(_Section):
     """Deadline for the keeper's decision what to restore, verification included, and for new arenas."""
     seal_threads: int = 0
     """Threads that checksum snapshots, at low priority. 0: three quarters of the cores, 2 to 12."""
+    reader_bytes: int = 268435456
+    """Snapshots from this size on are checksummed in a process of its own, in half the CPU time. 0: never."""
     log_file: str = ""
     """Where the keeper logs. Default: a file beside its socket, removed with it after a normal end."""
     log_level: str = "INFO"

@@ -21,7 +21,7 @@ import keepstep
 from keepstep.config import ArenaConfig, TakeConfig
 from keepstep.testing.run import LocalRun
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of torch, when it compiles
 DEVICE = os.environ.get("KEEPSTEP_TEST_DEVICE", "cuda")
 LIVES, STEPS = 3, 9
 WIDTH, DEPTH = (2048, 12) if DEVICE == "cuda" else (64, 4)

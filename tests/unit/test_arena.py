@@ -16,6 +16,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from keepstep import faults
 from keepstep.arena import header as h
 from keepstep.arena import segment as segments
 from keepstep.arena import slots
-from keepstep.arena.checksum import seal, verify
+from keepstep.arena.checksum import read_digests, seal, verify
 from keepstep.arena.header import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
 from keepstep.arena.segment import MAX_BYTES, SEALS, Mapping, Segment
 from keepstep.arena.slots import CHUNK_BYTES, PAGE, Arena, Span, plan_header, total_bytes, trainer_digest
@@ -636,14 +637,14 @@ def test_slot_written_again_while_it_is_sealed_is_refused(arena: Arena) -> None:
         return False
 
     with pytest.raises(IntegrityError, match="written again while it was sealed"):
-        seal(arena, 0, version(10), cancelled=trainer_goes_on)
+        seal(arena, 0, version(10), partial(read_digests, cancelled=trainer_goes_on))
     assert arena.sealed(0) is None
 
 
 def test_slot_committed_again_while_it_is_sealed_is_refused(arena: Arena) -> None:
     take(arena, 0, 10)
     with pytest.raises(IntegrityError, match="written again while it was sealed"):
-        seal(arena, 0, version(10), cancelled=_once(lambda: take(arena, 0, 10)))
+        seal(arena, 0, version(10), partial(read_digests, cancelled=_once(lambda: take(arena, 0, 10))))
     assert arena.sealed(0) is None
 
 
@@ -668,11 +669,11 @@ def test_slot_written_again_just_before_the_keeper_header_is_written_is_not_seal
 def test_giving_up_a_seal_or_a_check_says_nothing_against_the_bytes(arena: Arena) -> None:
     take(arena, 0, 10)
     with pytest.raises(KeeperError, match="given up"):
-        seal(arena, 0, version(10), cancelled=lambda: True)
+        seal(arena, 0, version(10), partial(read_digests, cancelled=lambda: True))
     assert arena.sealed(0) is None
     seal(arena, 0, version(10))
     with pytest.raises(KeeperError, match="given up"):
-        verify(arena, 0, cancelled=lambda: True)
+        verify(arena, 0, partial(read_digests, cancelled=lambda: True))
 
 
 def test_keeper_never_maps_the_arena(arena: Arena) -> None:
@@ -1081,9 +1082,9 @@ def test_mapping_and_descriptor_see_the_same_bytes() -> None:
         assert len(mapping.map) == mapping.size_bytes == 3 * PAGE
 
 
-@pytest.mark.parametrize("advice", [segments.MADV_POPULATE_WRITE, 9999], ids=["this kernel", "kernel before 5.14"])
+@pytest.mark.parametrize("advice", [segments.MADV_POPULATE_READ, 9999], ids=["this kernel", "kernel before 5.14"])
 def test_populate_faults_every_page_in_and_changes_none(monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
-    monkeypatch.setattr(segments, "MADV_POPULATE_WRITE", advice)
+    monkeypatch.setattr(segments, "MADV_POPULATE_READ", advice)
     monkeypatch.setattr(segments, "POPULATE_STEP", 1 << 20)
     size = (5 << 20) + PAGE
     seen: list[int] = []
@@ -1103,7 +1104,7 @@ def test_populate_faults_every_page_in_and_changes_none(monkeypatch: pytest.Monk
 
 def test_populate_never_writes_so_it_cannot_undo_what_a_take_writes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fallback of old kernels runs beside the first `take`: on a map that is read-only a write would be fatal."""
-    monkeypatch.setattr(segments, "MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(segments, "MADV_POPULATE_READ", 9999)
 
     def populate() -> str:
         with mapped(64 * PAGE) as (_, mapping):

@@ -26,7 +26,7 @@ from keepstep.errors import IntegrityError, KeeperError
 NAME = "keepstep-arena"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 F_SEAL_FUTURE_WRITE = 0x10
-MADV_POPULATE_WRITE = 23
+MADV_POPULATE_READ = 22
 POPULATE_STEP = 64 << 20
 RESERVE_STEP = 16 << 20
 MAX_BYTES = 1 << 46
@@ -166,17 +166,18 @@ _mapped: weakref.WeakSet[Segment] = weakref.WeakSet()
 
 
 class Mapping:
-    """A writable map of a whole segment in a trainer. Forked children keep neither it nor the descriptor.
+    """A map of a whole segment, in a trainer or a reader. Forked children keep neither it nor the descriptor.
 
     Not an `mmap.mmap`: that one keeps a duplicate of the descriptor which nobody can close in a forked
     child, so a data-loader worker that outlives its trainer would hold the memory.
     """
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, *, writable: bool = True) -> None:
         faults.point("segment.map")
         _mapped.add(segment)
         size = segment.size_bytes
-        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, segment.fd, 0)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        address = _libc.mmap(None, size, access, mmap.MAP_SHARED, segment.fd, 0)
         if address == _MAP_FAILED:
             raise KeeperError(f"the arena of {size:,} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
         _libc.madvise(address, size, mmap.MADV_DONTFORK)
@@ -186,27 +187,52 @@ class Mapping:
         self.map = memoryview(bytes_there).cast("B")
         self.address: int = address
         self.size_bytes = size
+        self._populating = threading.Lock()
+        self._populated = False
 
-    def populate(self, threads: int, progress: Callable[[int], None]) -> None:
-        """Fault every page in, so that the first snapshot costs what the hundredth does."""
-        lock = threading.Lock()
+    def populate(
+        self,
+        threads: int,
+        progress: Callable[[int], None] = lambda done: None,
+        *,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Fault every page in, once, so that the first snapshot costs what the hundredth does."""
+        with self._populating:
+            if not self._populated:
+                self.populate_range(0, self.size_bytes, threads, progress, cancelled)
+                self._populated = not cancelled()
+
+    def populate_range(
+        self,
+        begin: int,
+        end: int,
+        threads: int,
+        progress: Callable[[int], None] = lambda done: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Fault pages in, by reading: those that are there already, after a restart, come sixteen at a time that way,
+        and a page of shared memory is mapped writable when it is read.
+        """
+        lock, held = threading.Lock(), self.map  # held: a `close` must not take the map away under this
+        begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
         done = 0
 
         def one(start: int) -> None:
             nonlocal done
-            size = min(POPULATE_STEP, self.size_bytes - start)
+            if cancelled():
+                return
+            size = min(POPULATE_STEP, end - start)
             faults.point("segment.populate")
-            if _libc.madvise(self.address + start, size, MADV_POPULATE_WRITE) != 0:
-                # Kernels before 5.14: look at each page. Writing a byte back could undo what a `take` just wrote,
-                # and a page of shared memory is mapped writable when it is read.
-                for page in range(start, start + size, mmap.PAGESIZE):
-                    self.map[page]
+            if _libc.madvise(self.address + start, size, MADV_POPULATE_READ) != 0:
+                for page in range(start, start + size, mmap.PAGESIZE):  # kernels before 5.14
+                    held[page]
             with lock:
                 done += size
                 progress(done)
 
         with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-populate") as pool:
-            list(pool.map(one, range(0, self.size_bytes, POPULATE_STEP)))
+            list(pool.map(one, range(begin, end, POPULATE_STEP)))
 
     def close(self) -> None:
         """Give the map up. Tensors that still point into it keep it; it goes with the last of them."""

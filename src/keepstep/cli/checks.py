@@ -22,7 +22,7 @@ import msgspec
 
 from keepstep._version import VERSION
 from keepstep.arena import room
-from keepstep.arena.segment import MADV_POPULATE_WRITE, SEALS, Segment
+from keepstep.arena.segment import MADV_POPULATE_READ, SEALS, Segment
 from keepstep.cli.client import fetch_status, find_runs
 from keepstep.cli.tables import format_bytes, format_seconds
 from keepstep.config import CONFIG_FILE, Config, as_environment, resolve
@@ -209,13 +209,13 @@ def check_populate() -> list[Finding]:
     segment = Segment.create(PROBE_BYTES)
     try:
         with mmap.mmap(segment.fd, PROBE_BYTES) as mapping:
-            mapping.madvise(MADV_POPULATE_WRITE)
+            mapping.madvise(MADV_POPULATE_READ)
     except OSError:
-        text = "MADV_POPULATE_WRITE is not there (Linux 5.14): pages are touched one by one before the first step"
+        text = "MADV_POPULATE_READ is not there (Linux 5.14): pages are touched one by one before the first step"
         return [Finding("populate", WARNING, text, "a newer kernel starts faster; nothing else changes")]
     finally:
         segment.close()
-    return [Finding("populate", OK, "MADV_POPULATE_WRITE works")]
+    return [Finding("populate", OK, "MADV_POPULATE_READ works")]
 
 
 def check_dev_shm() -> list[Finding]:

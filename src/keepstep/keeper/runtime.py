@@ -83,7 +83,7 @@ class Keeper:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.work = work.Work(
-            identity, bytes.fromhex(self.instance), config.keeper.seal_threads, lambda ev: self.later(self.handle, ev)
+            identity, bytes.fromhex(self.instance), config.keeper, lambda ev: self.later(self.handle, ev)
         )
         self.http = report.HttpServer(self.post.http, self._status_from_outside)
 
@@ -383,6 +383,7 @@ class Keeper:
         log.info("arena dropped", extra={"arena": effect.arena_id, "reason": effect.reason})
         if self.network is not None:
             self.network.shelf.take_away(effect.arena_id)
+        self.work.forget(effect.arena_id)
         self.arenas.pop(effect.arena_id).close()
         self.offer_holds()
 

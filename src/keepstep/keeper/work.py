@@ -11,13 +11,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 
 from keepstep.arena import checksum, room
+from keepstep.arena.chunks import Chunk
 from keepstep.arena.header import COMMITTED, TrainerHeader
 from keepstep.arena.slots import Arena, SealedSlot, plan_header, total_bytes
+from keepstep.config import KeeperConfig
 from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper import events as e
 from keepstep.keeper.audit import answer, class_digests
 from keepstep.keeper.manifest import RankManifest
+from keepstep.keeper.reading import Reading
 from keepstep.keeper.shelf import open_book
 from keepstep.keeper.words import AuditAnswer, ClassDigest
 from keepstep.protocol import ArenaNeed
@@ -38,13 +41,15 @@ VALUES_SLACK = 1 << 20
 class Work:
     """A few threads for bytes. `answer` is called from them and must be thread-safe."""
 
-    def __init__(self, identity: Identity, instance: bytes, threads: int, answer: Callable[[e.Event], None]) -> None:
+    def __init__(
+        self, identity: Identity, instance: bytes, config: KeeperConfig, answer: Callable[[e.Event], None]
+    ) -> None:
         self._identity, self._instance, self._answer = identity, instance, answer
+        threads = config.seal_threads or _threads()
         self._pool = ThreadPoolExecutor(max_workers=JOBS, thread_name_prefix="keepstep-work")
-        self._hands = ThreadPoolExecutor(
-            max_workers=threads or _threads(), thread_name_prefix="keepstep-hand", initializer=_be_nice
-        )
+        self._hands = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-hand", initializer=_be_nice)
         """read and checksum for all jobs together"""
+        self._reading = Reading(threads, config.reader_bytes)
         self._ending = threading.Event()
         self._allocating = threading.Lock()
         """one arena at a time: two that each fit may not fit together"""
@@ -77,8 +82,13 @@ class Work:
         """Verify slots for `keepstep verify`: one problem text per job, empty when sound."""
         self._pool.submit(lambda: done([self._problem(arena, slot) for arena, slot in jobs]))
 
+    def forget(self, arena_id: str) -> None:
+        """Nothing may hold the memory of an arena that is given up. Not at once: the loop waits for nobody."""
+        self._pool.submit(self._reading.forget, arena_id)
+
     def close(self) -> None:
         self._ending.set()
+        self._reading.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._hands.shutdown(wait=True, cancel_futures=True)
 
@@ -111,7 +121,14 @@ class Work:
         return e.SlotVerified(arena.arena_id, effect.slot, effect.version, self._problem(arena, effect.slot))
 
     def _seal_slot(self, arena: Arena, slot: int, version: Version) -> SealedSlot:
-        return checksum.seal(arena, slot, version, cancelled=self._ending.is_set, over=self._hands.map)
+        return checksum.seal(arena, slot, version, self._digests)
+
+    def _digests(self, arena: Arena, slot: int, chunks: list[Chunk]) -> bytes:
+        found = self._reading.digests(arena, slot, chunks)
+        if found is None:
+            found = checksum.read_digests(arena, slot, chunks, cancelled=self._ending.is_set, over=self._hands.map)
+            self._reading.warm(arena, slot, chunks)
+        return found
 
     def _shares(self, arena: Arena, slot: int) -> tuple[ClassDigest, ...]:
         try:
@@ -121,7 +138,7 @@ class Work:
 
     def _problem(self, arena: Arena, slot: int) -> str:
         try:
-            self._again(lambda: checksum.verify(arena, slot, cancelled=self._ending.is_set, over=self._hands.map))
+            self._again(lambda: checksum.verify(arena, slot, self._digests))
         except Exception as error:
             return str(error) or repr(error)
         return ""

@@ -1,8 +1,9 @@
-"""The arena of this rank's last life, mapped and registered while the keeper still checks what is in it.
+"""The arena of this rank's last life, mapped while the keeper still checks what is in it.
 
-Registering 17 GB with CUDA takes 0.7 s, and so does checking them. A trainer is handed duplicates of every memfd of its
-node when it registers, so it need not wait for the keeper's word to begin with the slot that it will most likely be
-told to load. When it is told something else, nothing is lost but that work. The view then serves the next snapshots.
+A trainer is handed duplicates of every memfd of its node when it registers, so it need not wait for the keeper's word
+to map the arena that it will most likely be told to load, and to lock the little memory that bytes reach devices
+through (`ring`). When it is told something else, nothing is lost but that work. The view then serves the next
+snapshots; its pages are faulted in meanwhile.
 """
 
 from __future__ import annotations
@@ -16,21 +17,29 @@ from keepstep.arena.segment import Mapping
 from keepstep.arena.slots import Arena
 from keepstep.errors import Error
 from keepstep.identity import Identity
+from keepstep.trainer.ring import Ring
 from keepstep.trainer.view import ArenaView
 
 log = logging.getLogger("keepstep")
 
 POLL_S = 0.005
-WAIT_S = 120.0
-"""for a registration to end: it cannot be interrupted"""
 
 
 class Ahead:
     """`take` it when the keeper has answered, whatever it said."""
 
-    def __init__(self, held: Callable[[], dict[str, int]], identity: Identity, local_index: int) -> None:
-        """`held`: duplicates of the node's memfds by name, as they come in."""
+    def __init__(
+        self,
+        held: Callable[[], dict[str, int]],
+        identity: Identity,
+        local_index: int,
+        *,
+        ring: Ring | None = None,
+        threads: int = 1,
+    ) -> None:
+        """`held`: duplicates of the node's memfds by name, as they come in. `threads` fault pages in."""
         self._held, self._identity, self._local_index = held, identity, local_index
+        self._ring, self._threads = ring, threads
         self._lock = threading.Lock()
         self._answered = threading.Event()
         self._view: ArenaView | None = None
@@ -41,13 +50,12 @@ class Ahead:
     def take(self, arena_id: str) -> ArenaView | None:
         """The view of this arena, if that was the right one: it is the caller's from now on. All else is closed."""
         with self._lock:
-            view = self._view
+            view, self._view = self._view, None
             self._taken = view is not None and view.arena.arena_id == arena_id
             self._answered.set()
-        if not self._taken:
-            return None
-        self._thread.join(WAIT_S)
-        return view
+        if view is not None and not self._taken:
+            view.close()
+        return view if self._taken else None
 
     def _run(self) -> None:
         try:
@@ -58,22 +66,22 @@ class Ahead:
             log.debug("nothing was prepared ahead: %r", error)
 
     def _prepare(self, arena: Arena) -> None:
-        slot = _newest(arena)
         try:
             view = ArenaView(arena, Mapping(arena.segment))
         except BaseException:
             arena.close()
             raise
         with self._lock:
-            if not self._answered.is_set():
-                self._view = view
-        try:
-            if self._view is not None and slot is not None:
-                view.register_with_cuda([slot])
-        finally:
-            self._answered.wait()  # whoever asks the keeper has a deadline, and says so in the end
-            if not self._taken:
-                view.close()
+            given_up = self._answered.is_set()
+            self._view = None if given_up else view
+        if given_up:
+            view.close()
+            return
+        mapping = view.mapping
+        del view  # it is its owner's to close
+        if self._ring is not None:
+            self._ring.lock()
+        mapping.populate(self._threads, cancelled=lambda: self._answered.is_set() and not self._taken)
 
     def _find(self) -> Arena | None:
         while not self._answered.wait(POLL_S):
@@ -88,7 +96,7 @@ class Ahead:
         try:
             own = os.dup(fd)
             arena = Arena.adopt(own, run_id=self._identity.run_id, node_id=self._identity.node_id)
-            if arena.header.local_index == self._local_index and _newest(arena) is not None:
+            if arena.header.local_index == self._local_index and _has_snapshot(arena):
                 return arena
         except (Error, OSError):  # parity, given up meanwhile, or no arena of this run
             pass
@@ -97,7 +105,5 @@ class Ahead:
         return None
 
 
-def _newest(arena: Arena) -> int | None:
-    """The slot that a restart would be told to load."""
-    found = {slot: header[1].version for slot in range(arena.num_slots) if (header := arena.committed(slot))}
-    return max(found, key=lambda slot: found[slot], default=None)
+def _has_snapshot(arena: Arena) -> bool:
+    return any(arena.committed(slot) for slot in range(arena.num_slots))

@@ -94,6 +94,7 @@ class Writer:
         with torch.no_grad():
             for write in writes:
                 write()
+        self._saved.land()
 
     # Each kind of object
 
@@ -129,6 +130,7 @@ class Writer:
         self._give(item, self._saved.values(tree))
 
     def _give(self, item: s.Item, state: Any) -> None:
+        self._saved.land()  # it may look at tensors that are written already
         try:
             item.thing.load_state_dict(state)
         except Exception as error:

@@ -6,7 +6,8 @@ import copy
 import logging
 import math
 import random
-from collections.abc import Mapping
+from array import array
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,24 +30,27 @@ class GlobalStates:
 
     def read(self) -> dict[str, bytes]:
         """Devices only where CUDA is in use: asking would start it."""
-        python, numpy = random.getstate(), np.random.get_state()
+        python, numpy, host = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
         assert isinstance(numpy, tuple)
+        # Marks of few bytes in one piece: to compare hundreds of numbers that left the cache a step ago takes longest.
+        version, words, gauss = python
         name, key, *rest = numpy
         found = {
-            "python": self._encode("python", python, python),
-            "numpy": self._encode("numpy", (name, bytes(key), *rest), numpy),
-            "torch": codec.encode(inline_tensor(torch.get_rng_state()), path="torch"),
+            "python": self._encode("python", (version, array("I", words).tobytes(), gauss), lambda: python),
+            "numpy": self._encode("numpy", (name, key.tobytes(), *rest), lambda: numpy),
+            "torch": self._encode("torch", host.numpy().tobytes(), lambda: inline_tensor(host)),
         }
         if torch.cuda.is_initialized():
-            states = [inline_tensor(state) for state in torch.cuda.get_rng_state_all()]
-            found["cuda"] = codec.encode(states, path="cuda")
+            devices = [generator.get_state() for generator in torch.cuda.default_generators]
+            marks = [state.numpy().tobytes() for state in devices]
+            found["cuda"] = self._encode("cuda", marks, lambda: [inline_tensor(state) for state in devices])
         return found
 
-    def _encode(self, name: str, mark: Any, state: Any) -> bytes:
+    def _encode(self, name: str, mark: Any, state: Callable[[], Any]) -> bytes:
         """`mark` is equal when the state is."""
         last = self._last.get(name)
         if last is None or last[0] != mark:
-            last = self._last[name] = (mark, codec.encode(state, path=name))
+            last = self._last[name] = (mark, codec.encode(state(), path=name))
         return last[1]
 
 

@@ -13,6 +13,7 @@ from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece
 from keepstep.trainer import items as s
 from keepstep.trainer.blocks import flat_bytes, is_dense
 from keepstep.trainer.prints import check_restored
+from keepstep.trainer.ring import Loads
 from keepstep.trainer.rng import dtype_named, from_inline, loader_generators, set_generator, set_rng_state
 from keepstep.trainer.sources import Chunks
 from keepstep.trainer.world import Ranks
@@ -47,12 +48,14 @@ class Saved:
         payload: torch.Tensor,
         streams: Mapping[str, Chunks] | None = None,
         prints: bytes = b"",
+        loads: Loads | None = None,
     ) -> None:
+        """`loads`: how bytes get to devices; else they are copied from where they are."""
         self.tree, self.layout, self._payload = tree, layout, payload
         self._entries = layout.all_entries()
         self._chunks = [(streams or {})[stream.class_id] for stream in layout.streams for _ in stream.entries]
         """of the stream of each entry behind the rank's own"""
-        self._prints = prints
+        self._prints, self._loads = prints, loads
         self._on_devices: list[tuple[int, torch.Tensor, str]] = []
         """(offset in the payload, bytes, path) of what was written to devices in one piece"""
 
@@ -69,17 +72,33 @@ class Saved:
         return None
 
     def write(self, target: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-        """Copy a saved tensor over one of the same shape and dtype. `target` never aliases the snapshot."""
+        """Copy a saved tensor over one of the same shape and dtype. `target` never aliases the snapshot.
+
+        What goes to a device is there after `land`.
+        """
         entry, piece, chunks = self._find(ref)
+        loads = self._loads if self._loads is not None and self._loads.takes(target) else None
         if chunks is None:
-            if target.is_cuda and is_dense(target) and target.numel():
-                self._on_devices.append((entry.offset + piece.start, flat_bytes(target.detach()), piece.path))
-            return copy_bits(target, self._view(entry, piece))
+            view = self._view(entry, piece)
+            if not (is_dense(target) and target.numel() and _same_order(target, view)):
+                return copy_bits(target, view)
+            start, flat = entry.offset + piece.start, flat_bytes(target.detach())
+            if target.is_cuda:
+                self._on_devices.append((start, flat, piece.path))
+            if loads is None:
+                return copy_bits(target, view)
+            loads.add(start, flat)
+            return target
         if not is_dense(target) or not target.is_contiguous():
             return copy_bits(target, self._gather(entry, piece, chunks))
         _check_in_stream(entry, piece, target.dtype)
-        _fill(flat_bytes(target.detach()), entry.offset + piece.start, chunks)
+        _fill(flat_bytes(target.detach()), entry.offset + piece.start, chunks, loads)
         return target
+
+    def land(self) -> None:
+        """What was written to devices so far is there afterwards."""
+        if self._loads is not None:
+            self._loads.run()
 
     def check_devices(self) -> int:
         """Fingerprints that were taken at the source against what has come to devices. Raises IntegrityError."""
@@ -116,7 +135,7 @@ class Saved:
         """A tensor of a stream in memory of its own: streams hold contiguous tensors only."""
         fresh = torch.empty(piece.shape, dtype=dtype_named(piece.dtype))
         _check_in_stream(entry, piece, fresh.dtype)
-        _fill(flat_bytes(fresh), entry.offset + piece.start, chunks)
+        _fill(flat_bytes(fresh), entry.offset + piece.start, chunks, None)
         return fresh
 
     def values(self, value: Any) -> Any:
@@ -148,6 +167,12 @@ def _reach_bytes(entry: Entry, piece: Piece, dtype: torch.dtype) -> int:
     return size
 
 
+def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether elements of the same index lie at the same place; the shapes are equal."""
+    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(size == 1 or first == second for size, first, second in strides)
+
+
 def _check_in_stream(entry: Entry, piece: Piece, dtype: torch.dtype) -> None:
     _reach_bytes(entry, piece, dtype)
     expected = 1
@@ -157,10 +182,14 @@ def _check_in_stream(entry: Entry, piece: Piece, dtype: torch.dtype) -> None:
         expected *= size
 
 
-def _fill(target: torch.Tensor, start: int, chunks: Chunks) -> None:
+def _fill(target: torch.Tensor, start: int, chunks: Chunks, loads: Loads | None) -> None:
     """Fill a flat tensor with the bytes of a stream from `start` on."""
     for begin, part in _parts(start, target.numel(), chunks):
-        target[begin : begin + part.numel()].copy_(part, non_blocking=True)
+        there = target[begin : begin + part.numel()]
+        if loads is not None:
+            loads.add(part, there)
+        else:
+            there.copy_(part, non_blocking=True)
 
 
 def _parts(start: int, size_bytes: int, chunks: Chunks) -> Iterator[tuple[int, torch.Tensor]]:

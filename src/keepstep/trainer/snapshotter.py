@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -54,11 +53,13 @@ from keepstep.trainer.place import (
 from keepstep.trainer.prints import unframe
 from keepstep.trainer.replicas import Replicas
 from keepstep.trainer.restore import Restored, Writer, sharded_modules
+from keepstep.trainer.ring import Loads, Ring
 from keepstep.trainer.saved import RandomStates, Saved
 from keepstep.trainer.shares import Sharing
 from keepstep.trainer.sources import Sources
 from keepstep.trainer.state import Reader
 from keepstep.trainer.stillness import Stillness
+from keepstep.trainer.stopwatch import Stopwatch
 from keepstep.trainer.survey import Survey
 from keepstep.trainer.view import ArenaView
 from keepstep.trainer.world import World
@@ -120,25 +121,41 @@ class Snapshotter:
         backward pass, run before the state is written, which makes DDP with three or more ranks exact.
         """
         self._check_open()
-        started = time.monotonic()
+        watch = Stopwatch()
         self._warm_up()
-        answer, fds, view = self._ask_what_to_restore()
-        restored = None
-        if answer.version is not None:
-            with Sources(fds[1:]) as sources:
-                view = view or open_view(fds[0], self._identity)
-                self._memory.keep(view)
-                restored = self._load(answer, view, sources, rehearsal, started)
+        ring = Ring(len(os.sched_getaffinity(0)) // self._place.local_world_size)
+        try:
+            restored = self._ask_and_load(ring, rehearsal, watch)
+        finally:
+            ring.close()
         # Before the first step: all that can fail, fails here.
         need = self._foresee()
+        watch.lap("looking at the state")
         self._memory.get(need, show=True)
+        watch.lap("memory for snapshots")
         self._prepare_devices(need)
+        watch.lap("devices")
         self._begin(restored.step if restored else None)
+        watch.lap("waiting for all ranks")
+        log.info("ready for the first step: %s", watch)
         return restored
 
-    def _ask_what_to_restore(self) -> tuple[RestoreFrom, list[int], ArenaView | None]:
+    def _ask_and_load(self, ring: Ring, rehearsal: Callable[[], object] | None, watch: Stopwatch) -> Restored | None:
+        answer, fds, view = self._ask_what_to_restore(ring)
+        watch.lap("asking and checking")
+        if answer.version is None:
+            return None
+        with Sources(fds[1:]) as sources:
+            view = view or open_view(fds[0], self._identity)
+            self._memory.keep(view)
+            return self._load(answer, view, sources, ring, rehearsal, watch)
+
+    def _ask_what_to_restore(self, ring: Ring) -> tuple[RestoreFrom, list[int], ArenaView | None]:
         """The keeper checks every byte before it answers: meanwhile the memory is prepared that it will name."""
-        ahead = Ahead(self._link.held, self._identity, self._place.local_index)
+        ahead = Ahead(
+            self._link.held, self._identity, self._place.local_index,
+            ring=ring, threads=self.config.arena.prefault_threads,
+        )  # fmt: skip
         arena_id = ""
         try:
             answer, fds = self._link.request(WantRestore(), RestoreFrom, timeout_s=self.config.keeper.restore_s)
@@ -154,30 +171,34 @@ class Snapshotter:
         answer: RestoreFrom,
         view: ArenaView,
         sources: Sources,
+        ring: Ring,
         rehearsal: Callable[[], object] | None,
-        started: float,
+        watch: Stopwatch,
     ) -> Restored:
         assert answer.version is not None
         if rehearsal is not None:
             self._rehearse(rehearsal)
         else:
             self._warn_about_ddp()
-        view.register_with_cuda([answer.slot])
-        saved = _read_snapshot(view, answer, sources)
+        watch.lap("rehearsing")
+        saved = _read_snapshot(view, answer, sources, ring)
         writer = Writer(saved, self._items, self._replicas().ranks_of)
         writer.prepare()
+        watch.lap("comparing with the live objects")
         writer.write()
+        watch.lap("writing")
         checked = saved.check_devices()
         _wait_for_devices()
+        watch.lap("waiting for devices")
         random_states = RandomStates(saved.tree, self._items)
         random_states.set()
         del saved, writer  # they point into the arena
-        log.info("restored %s from %s: %s", answer.version, answer.source, "; ".join(answer.plan))
+        log.info("restored %s from %s: %s (%s)", answer.version, answer.source, "; ".join(answer.plan), watch)
         if checked:
             log.info("%d fingerprints of devices are those of the captured state", checked)
         return Restored(
             step=answer.version.step, source=Source(answer.source), survives=Survives.PROCESS,
-            duration_s=time.monotonic() - started, bytes=answer.size_bytes, plan=tuple(answer.plan),
+            duration_s=watch.seconds, bytes=answer.size_bytes, plan=tuple(answer.plan),
             _set_rng=random_states.set,
         )  # fmt: skip
 
@@ -422,7 +443,7 @@ def _wait_for_devices() -> None:
             torch.cuda.current_stream(index).synchronize()
 
 
-def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: Sources) -> Saved:
+def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: Sources, ring: Ring) -> Saved:
     """The tree and tensors of a slot that the keeper has verified."""
     sealed = view.arena.sealed(answer.slot)
     if sealed is None or sealed.version != answer.version:
@@ -439,4 +460,5 @@ def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: Sources) -> Sa
     tree = states.decode(values)
     payload = view.payload(answer.slot)
     chunks = sources.chunks(layout, answer.streams, arena=view.bytes, payload=payload)
-    return Saved(tree, layout, payload, chunks, prints)
+    loads = Loads(ring, view.arena.segment, view.arena.payload_span(answer.slot).offset)
+    return Saved(tree, layout, payload, chunks, prints, loads)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
 
 import numpy as np
 import torch
 
 from keepstep.arena.segment import Mapping
 from keepstep.arena.slots import Arena, Span
+from keepstep.trainer import cuda_host
 from keepstep.trainer.coded_runs import coded_runs
 from keepstep.trainer.coding import Coded
 from keepstep.trainer.copies import CopyPlan, History, Parts
@@ -91,12 +90,12 @@ class ArenaView:
         """Write them again: what stands there may be damaged."""
         self._layouts = {}
 
-    def register_with_cuda(self, slots: Sequence[int] | None = None) -> None:
-        """Page-lock slots for devices: copies then run at link speed beside the computation."""
-        if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+    def register_with_cuda(self) -> None:
+        """Page-lock every slot for devices: copies then run at link speed beside the computation."""
+        if not cuda_host.in_use():
             return
         # One range per slot: no copy may cross the border between two.
-        spans = [self.arena.payload_span(slot) for slot in (range(self.arena.num_slots) if slots is None else slots)]
+        spans = [self.arena.payload_span(slot) for slot in range(self.arena.num_slots)]
         spans = [span for span in spans if span.offset not in self._registered]
         if not spans:
             return
@@ -104,37 +103,20 @@ class ArenaView:
             failures = list(pool.map(self._register, spans))
         if any(failures):
             log.warning("the arena could not be registered with CUDA (error %d); copies will be slower", max(failures))
-            _clear_cuda_error()
 
     def _register(self, span: Span) -> int:
         address = self.mapping.address + span.offset
-        with _device_in_use():
-            failure = int(torch.cuda.cudart().cudaHostRegister(address, span.size_bytes, 1))  # type: ignore[no-untyped-call]
+        failure = cuda_host.lock_pages(address, span.size_bytes)
         if not failure:
             self._registered[span.offset] = address
         return failure
 
     def close(self) -> None:
         if self._registered:
-            with _device_in_use():
-                for address in self._registered.values():
-                    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+            cuda_host.unlock_pages(self._registered.values())
         self._targets.clear()
         self._cargo.clear()
         self._history = None
         del self.bytes
         self.mapping.close()
         self.arena.close()
-
-
-def _device_in_use() -> AbstractContextManager[Any]:
-    """A thread's current device is the first one: to use that from every rank of a node would start CUDA on it."""
-    started = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    in_use = [index for index in range(torch.cuda.device_count()) if started is not None and started(index)]
-    return torch.cuda.device(in_use[0]) if in_use else nullcontext()
-
-
-def _clear_cuda_error() -> None:
-    """A failed registration leaves an error behind that the next, innocent call would report."""
-    with suppress(RuntimeError):
-        torch.cuda.synchronize()

@@ -1,0 +1,126 @@
+"""`python -m keepstep.keeper.reader FD`: checksums of large slots, computed for the keeper in a process that maps them.
+
+Mapped memory is read once, in place: half the time and half the CPU of reading it through a descriptor. But a page
+that the machine has lost ends whoever touches it (SIGBUS), and pages that are mapped count for the OOM killer. So not
+the keeper does it but this process, which knows nothing and may die at any time: see `reading`.
+
+It serves one request after the other and ends with the keeper, whose end of the socket closes then.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import xxhash
+
+from keepstep.arena.segment import Mapping, Segment
+
+SPAN = struct.Struct("<QQ")
+MOST_SPANS = 4096
+"""in one request: with its answer it fits a datagram"""
+MOST_BYTES = 1 << 17
+RUN = 8
+"""spans that a thread reads in one go"""
+NICENESS = 10
+FIRST_TO_DIE = "1000"
+
+
+class Map(msgspec.Struct, tag=True):
+    """The descriptor of an arena comes with it."""
+
+    arena_id: str
+
+
+class Warm(msgspec.Struct, tag=True):
+    """Have these pages in the map before they are asked for."""
+
+    arena_id: str
+    begin: int
+    end: int
+
+
+class Forget(msgspec.Struct, tag=True):
+    arena_id: str
+
+
+class Digest(msgspec.Struct, tag=True):
+    """Answered with 16 bytes for each span."""
+
+    arena_id: str
+    spans: bytes
+
+
+Request = Map | Warm | Forget | Digest
+
+
+def pack(request: Request) -> bytes:
+    return msgspec.msgpack.encode(request)
+
+
+class Reader:
+    """The maps, and threads to read them."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-reader")
+        self._maps: dict[str, Mapping] = {}
+
+    def map(self, request: Map, fds: list[int]) -> None:
+        segment = Segment.adopt(fds[0])
+        try:
+            self._maps[request.arena_id] = Mapping(segment, writable=False)
+        finally:
+            segment.close()  # the map holds the memory
+
+    def warm(self, request: Warm, fds: list[int]) -> None:
+        self._maps[request.arena_id].populate_range(request.begin, request.end, self._threads)
+
+    def forget(self, request: Forget, fds: list[int]) -> None:
+        del self._maps[request.arena_id]
+
+    def digest(self, request: Digest, fds: list[int]) -> bytes:
+        there = self._maps[request.arena_id].map
+        spans = list(SPAN.iter_unpack(request.spans))
+
+        def some(run: list[tuple[int, int]]) -> bytes:
+            return b"".join(xxhash.xxh3_128_digest(there[begin : begin + size]) for begin, size in run)
+
+        return b"".join(self._pool.map(some, [spans[at : at + RUN] for at in range(0, len(spans), RUN)]))
+
+
+def serve(channel: socket.socket, threads: int) -> None:
+    """Until the keeper is gone. Whatever goes wrong ends this process: the keeper reads for itself then."""
+    reader = Reader(threads)
+    served: dict[type, Callable[[Any, list[int]], bytes | None]] = {
+        Map: reader.map, Warm: reader.warm, Forget: reader.forget, Digest: reader.digest,
+    }  # fmt: skip
+    while True:
+        data, fds, _, _ = socket.recv_fds(channel, MOST_BYTES, 1)
+        if not data:
+            return
+        request = msgspec.msgpack.decode(data, type=Request)
+        answer = served[type(request)](request, fds)
+        if answer is not None:
+            channel.sendall(answer)
+
+
+def main(arguments: list[str]) -> None:
+    os.nice(NICENESS)
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write(FIRST_TO_DIE)  # nothing is lost with it
+    except OSError:
+        pass
+    serve(socket.socket(fileno=int(arguments[0])), int(arguments[1]))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

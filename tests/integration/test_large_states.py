@@ -1,0 +1,134 @@
+"""What only large states do, with small ones: the keeper's reader, and the ring that bytes reach devices through."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import keepstep
+from keepstep.config import KeeperConfig
+from keepstep.testing.run import LocalRun
+from keepstep.trainer.ring import Loads
+
+
+class Watching:
+    """A state of its own that looks at the model when it is loaded, as the wrappers of some frameworks do."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.seen = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"any": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = float(next(self.model.parameters()).detach().sum())
+
+
+class Training:
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(37, 37) for _ in range(4)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.wide = {"columns": torch.randn(20, 30).t(), "every_second": torch.randn(40)[::2], "none": torch.empty(0)}
+        self.watching = Watching(self.model)
+        self.state = {
+            "model": self.model, "optimizer": self.optimizer, "wide": self.wide, "watching": self.watching,
+        }  # fmt: skip
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(5, 37)).square().mean().backward()
+        self.optimizer.step()
+
+    def bits(self) -> list[bytes]:
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        tensors = [*self.model.parameters(), *moments, *self.wide.values()]
+        return [tensor.detach().contiguous().numpy().tobytes() for tensor in tensors]
+
+
+@pytest.fixture
+def run() -> Iterator[LocalRun]:
+    with LocalRun() as made:
+        yield made
+
+
+def readers_of(run: LocalRun) -> list[int]:
+    """The children of the run's keeper."""
+    keeper = run.keeper_pid()
+    found = Path(f"/proc/{keeper}/task").glob("*/children")
+    return [int(pid) for children in found for pid in children.read_text().split()]
+
+
+def test_restore_through_the_ring_is_exact(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Training(seed=1)
+    with keepstep.Snapshotter(before.state, run.config()) as snapshots:
+        snapshots.restore()
+        before.step()
+        assert snapshots.take(1).wait(timeout_s=10) >= keepstep.Survives.PROCESS
+        snapshots.close(finished=False)
+    loaded: list[int] = []
+    monkeypatch.setattr(Loads, "takes", lambda self, target: True)
+    add = Loads.add
+
+    def count(self: Loads, source: int | torch.Tensor, target: torch.Tensor) -> None:
+        loaded.append(target.numel())
+        add(self, source, target)
+
+    monkeypatch.setattr(Loads, "add", count)
+    after = Training(seed=2)
+    with keepstep.Snapshotter(after.state, run.config()) as snapshots:
+        restored = snapshots.restore()
+        assert restored is not None
+        assert restored.step == 1
+    assert after.bits() == before.bits()
+    assert sum(loaded) > 37 * 37 * 4 * 3
+    assert after.watching.seen == float(next(before.model.parameters()).detach().sum())
+
+
+def test_snapshots_are_sealed_and_restored_whatever_becomes_of_the_reader(run: LocalRun) -> None:
+    config = run.config(keeper=KeeperConfig(reader_bytes=1))
+    before = Training(seed=1)
+    killed: list[int] = []
+    with keepstep.Snapshotter(before.state, config) as snapshots:
+        snapshots.restore()
+        for step in range(1, 16):
+            before.step()
+            assert snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
+            if step == 10:
+                killed = readers_of(run)
+                os.kill(killed[0], signal.SIGKILL)
+        snapshots.close(finished=False)
+    assert len(killed) == 1
+    assert all(not result.problem for result in run.verify())
+    after = Training(seed=2)
+    with keepstep.Snapshotter(after.state, config) as snapshots:
+        restored = snapshots.restore()
+        assert restored is not None
+        assert restored.step == 15
+    assert after.bits() == before.bits()
+
+
+def test_a_flipped_bit_is_found_in_the_map(run: LocalRun) -> None:
+    config = run.config(keeper=KeeperConfig(reader_bytes=1))
+    training = Training(seed=1)
+    with keepstep.Snapshotter(training.state, config) as snapshots:
+        snapshots.restore()
+        for step in range(1, 6):
+            training.step()
+            assert snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
+        assert readers_of(run)
+        (sound,) = run.verify()
+        assert not sound.problem
+        with run.arenas() as (arena,):
+            at = arena.payload_span(sound.slot).offset + 5000
+            (byte,) = arena.segment.read(at, 1)
+            arena.segment.write(at, bytes([byte ^ 4]))
+        assert "chunk 0 of the payload" in run.verify()[0].problem
+        snapshots.close(finished=True)

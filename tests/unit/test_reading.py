@@ -1,0 +1,209 @@
+"""The reader: a process of its own that maps large slots to checksum them, and that nothing depends on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep.arena import segment as segments
+from keepstep.arena.checksum import read_digests
+from keepstep.arena.chunks import Chunk
+from keepstep.arena.slots import CHUNK_BYTES, Arena, Span, plan_header
+from keepstep.keeper import reading as module
+from keepstep.keeper.reading import Reading
+from keepstep.protocol import ArenaNeed
+
+PAYLOAD = 2 * CHUNK_BYTES + 12_345
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    need = ArenaNeed(100, 100, PAYLOAD)
+    made = Arena.create(
+        plan_header(need, slots=2, local_index=0, generation=1, run_id="r", node_id="n", instance=bytes(16))
+    )
+    for slot in range(2):
+        made.segment.write(made.payload_span(slot).offset, os.urandom(PAYLOAD))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reading() -> Iterator[Reading]:
+    made = Reading(threads=2, least_bytes=1)
+    yield made
+    made.close()
+    assert made._process is None
+
+
+def chunks_of(arena: Arena, slot: int) -> list[Chunk]:
+    begin = arena.payload_span(slot).offset
+    sizes = [CHUNK_BYTES, CHUNK_BYTES, 12_345]
+    return [Chunk("unique", i, Span(begin + i * CHUNK_BYTES, size)) for i, size in enumerate(sizes)]
+
+
+def warmed(reading: Reading, arena: Arena, slot: int = 0) -> list[Chunk]:
+    chunks = chunks_of(arena, slot)
+    assert reading.digests(arena, slot, chunks) is None  # not before it was read once
+    reading.warm(arena, slot, chunks)
+    return chunks
+
+
+def pid_of(reading: Reading) -> int:
+    assert reading._process is not None
+    return reading._process.pid
+
+
+def maps_of(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count(segments.NAME)
+
+
+def until(what: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return what()
+
+
+def gone(pid: int) -> bool:
+    """Ended, though perhaps nobody has asked how: whoever inherits orphans may be slow."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_it_says_what_is_read_through_the_descriptor(reading: Reading, arena: Arena) -> None:
+    for slot in range(2):
+        chunks = warmed(reading, arena, slot)
+        assert reading.digests(arena, slot, chunks) == read_digests(arena, slot, chunks)
+    before = reading.digests(arena, 1, chunks)
+    arena.segment.write(chunks[1].span.offset + 77, b"x")
+    after = reading.digests(arena, 1, chunks)
+    assert before is not None
+    assert after is not None
+    assert [before[at : at + 16] == after[at : at + 16] for at in (0, 16, 32)] == [True, False, True]
+    assert maps_of(os.getpid()) == 0  # the keeper itself maps nothing
+
+
+def test_more_chunks_than_fit_a_request(reading: Reading, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.r, "MOST_SPANS", 2)
+    chunks = warmed(reading, arena)
+    assert reading.digests(arena, 0, chunks) == read_digests(arena, 0, chunks)
+
+
+def test_the_largest_request_and_its_answer_fit_a_datagram(reading: Reading, arena: Arena) -> None:
+    warmed(reading, arena)
+    many = [Chunk("unique", i, Span(i, 1)) for i in range(module.r.MOST_SPANS)]
+    assert reading.digests(arena, 0, many) == read_digests(arena, 0, many)
+
+
+def test_what_is_not_worth_it_starts_no_process(arena: Arena) -> None:
+    for least_bytes in (0, 2 * PAYLOAD):
+        reading = Reading(threads=2, least_bytes=least_bytes)
+        warmed(reading, arena)
+        assert reading._process is None
+        assert reading.digests(arena, 0, chunks_of(arena, 0)) is None
+        reading.close()
+
+
+def test_reader_that_dies_is_replaced_later_and_its_slots_are_read_through_descriptors_meanwhile(
+    reading: Reading, arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunks = warmed(reading, arena)
+    first = pid_of(reading)
+    os.kill(first, signal.SIGBUS)  # as a page does that the machine has lost
+    assert until(lambda: gone(first))
+    with caplog.at_level(logging.WARNING):
+        assert reading.digests(arena, 0, chunks) is None
+    assert "the reader has failed" in caplog.text
+    assert caplog.records[-1].__dict__["exit_status"] == -signal.SIGBUS
+    reading.warm(arena, 0, chunks)
+    assert reading._process is None
+    reading._not_before = 0.0
+    monkeypatch.setattr(module, "AGAIN_S", 0.0)
+    reading.warm(arena, 0, chunks)
+    assert pid_of(reading) != first
+    assert reading.digests(arena, 0, chunks) == read_digests(arena, 0, chunks)
+
+
+def test_reader_that_stands_still_is_given_up(reading: Reading, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = warmed(reading, arena)
+    assert reading.digests(arena, 0, chunks) is not None
+    pid = pid_of(reading)
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    started = time.monotonic()
+    assert reading.digests(arena, 0, chunks) is None
+    assert time.monotonic() - started < 5
+    assert gone(pid)
+
+
+def test_an_arena_that_is_given_up_is_unmapped_and_not_mapped_again(reading: Reading, arena: Arena) -> None:
+    chunks = warmed(reading, arena)
+    assert reading.digests(arena, 0, chunks) is not None
+    pid = pid_of(reading)
+    assert maps_of(pid) == 1
+    reading.forget(arena.arena_id)
+    assert until(lambda: maps_of(pid) == 0)
+    reading.warm(arena, 0, chunks)
+    assert reading.digests(arena, 0, chunks) is None
+    assert maps_of(pid) == 0
+
+
+def test_close_does_not_wait_for_an_answer(reading: Reading, arena: Arena) -> None:
+    chunks = warmed(reading, arena)
+    assert reading.digests(arena, 0, chunks) is not None
+    pid = pid_of(reading)
+    os.kill(pid, signal.SIGSTOP)
+    found: list[bytes | None] = [b"nothing yet"]
+    waiting = threading.Thread(target=lambda: found.__setitem__(0, reading.digests(arena, 0, chunks)))
+    waiting.start()
+    time.sleep(0.1)
+    started = time.monotonic()
+    reading.close()
+    waiting.join(5)
+    assert time.monotonic() - started < 5
+    assert found == [None]
+    assert gone(pid)
+
+
+def test_it_ends_with_the_keeper_however_that_ends() -> None:
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent("""
+            import time
+            from keepstep.arena.chunks import Chunk
+            from keepstep.arena.slots import Arena, Span, plan_header
+            from keepstep.keeper.reading import Reading
+            from keepstep.protocol import ArenaNeed
+            need = ArenaNeed(100, 100, 1000)
+            header = plan_header(
+                need, slots=2, local_index=0, generation=1, run_id="r", node_id="n", instance=bytes(16)
+            )
+            arena, reading = Arena.create(header), Reading(threads=1, least_bytes=1)
+            chunks = [Chunk("unique", 0, Span(arena.payload_span(0).offset, 1000))]
+            reading.warm(arena, 0, chunks)
+            assert reading.digests(arena, 0, chunks)
+            print(reading._process.pid, flush=True)
+            time.sleep(60)
+        """)],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert keeper.stdout is not None
+        reader = int(keeper.stdout.readline())
+        assert not gone(reader)
+    finally:
+        keeper.kill()
+        keeper.communicate(timeout=10)
+    assert until(lambda: gone(reader))

@@ -1,0 +1,106 @@
+"""Bytes through a ring of buffers: every one arrives where it belongs, however the stretches lie."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from keepstep import faults
+from keepstep.arena.segment import Segment
+from keepstep.errors import IntegrityError
+from keepstep.trainer import ring as module
+from keepstep.trainer.ring import Loads, Ring, Stretch, plan
+
+SIZE = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(module, "GAP_BYTES", 100)
+    yield
+    faults.install(None)
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    made = Segment.create(SIZE)
+    made.write(0, os.urandom(SIZE))
+    yield made
+    made.close()
+
+
+def draw(rng: random.Random) -> list[tuple[int, int]]:
+    """(offset, size) of stretches that do not overlap, with and without room between them."""
+    found, at = [], rng.randrange(200)
+    while True:
+        size = rng.choice([1, 7, 64, 999, 10_000, 10_001, 35_000])
+        if at + size > SIZE:
+            return found
+        found.append((at, size))
+        at += size + rng.choice([0, 0, 3, 64, 100, 101, 20_000])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_byte_arrives(segment: Segment, seed: int) -> None:
+    rng = random.Random(seed)
+    places = draw(rng)
+    elsewhere = [torch.frombuffer(bytearray(os.urandom(n)), dtype=torch.uint8) for n in (1, 10_000, 25_001)]
+    stretches = [Stretch(at, torch.zeros(size, dtype=torch.uint8)) for at, size in places]
+    stretches += [Stretch(source, torch.zeros_like(source)) for source in elsewhere]
+    rng.shuffle(stretches)
+    ring = Ring(rng.randint(1, 5))
+    ring.load(segment, stretches)
+    ring.close()
+    for source, target in stretches:
+        expected = segment.read(source, target.numel()) if isinstance(source, int) else bytes(source.numpy())
+        assert bytes(target.numpy()) == expected
+
+
+def test_what_lies_side_by_side_is_read_together_and_what_is_large_is_cut(segment: Segment) -> None:
+    def stretch(at: int, size: int) -> Stretch:
+        return Stretch(at, torch.zeros(size, dtype=torch.uint8))
+
+    together = plan([stretch(5_000, 1_000), stretch(0, 4_900)])
+    assert [(piece.source, piece.size_bytes, len(piece.parts)) for piece in together] == [(0, 6_000, 2)]
+    apart = plan([stretch(0, 1_000), stretch(1_101, 1_000)])
+    assert [(piece.source, piece.size_bytes) for piece in apart] == [(0, 1_000), (1_101, 1_000)]
+    cut = plan([stretch(50, 25_000)])
+    assert [(piece.source, piece.size_bytes) for piece in cut] == [(50, 10_000), (10_050, 10_000), (20_050, 5_000)]
+
+
+def test_bad_memory_is_an_error_that_says_so_and_ends_all_threads(segment: Segment) -> None:
+    reads = 0
+
+    def fail(name: str) -> None:
+        nonlocal reads
+        reads += name == "segment.read"
+        if reads == 5:
+            raise OSError(5, "Input/output error")
+
+    faults.install(fail)
+    ring = Ring(3)
+    with pytest.raises(IntegrityError, match="memory of the arena is bad"):
+        ring.load(segment, [Stretch(0, torch.zeros(SIZE, dtype=torch.uint8))])
+    ring.close()
+    assert reads < 20
+
+
+def test_loads_are_counted_from_the_payload_and_done_once(segment: Segment) -> None:
+    ring = Ring(1)
+    loads = Loads(ring, segment, payload_offset=1_000)
+    first, second = torch.zeros(50, dtype=torch.uint8), torch.zeros(60, dtype=torch.uint8)
+    loads.add(10, first)
+    loads.run()
+    assert bytes(first.numpy()) == segment.read(1_010, 50)
+    first.zero_()
+    loads.add(100, second)
+    loads.run()
+    assert bytes(second.numpy()) == segment.read(1_100, 60)
+    assert not first.any()
+    ring.close()
+    ring.lock()  # too late, and no matter
