@@ -9,7 +9,6 @@ import mmap
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from types import TracebackType
 from typing import Self
@@ -27,14 +26,14 @@ class Crowd:
 
     def __init__(self) -> None:
         self.size = len(os.sched_getaffinity(0))
-        self._file = tempfile.NamedTemporaryFile()
-        self._file.truncate(self.size * COUNT_BYTES)
-        self._counts = np.frombuffer(mmap.mmap(self._file.fileno(), 0), dtype=np.int64)[:: COUNT_BYTES // 8]
+        self._fd = os.memfd_create("crowd")
+        os.ftruncate(self._fd, self.size * COUNT_BYTES)
+        self._counts = counts_in(self._fd)
         self._workers: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        command = [sys.executable, __file__, self._file.name]
-        self._workers = [subprocess.Popen([*command, str(index)]) for index in range(self.size)]
+        command = [sys.executable, __file__, str(self._fd)]
+        self._workers = [subprocess.Popen([*command, str(index)], pass_fds=[self._fd]) for index in range(self.size)]
         deadline = time.monotonic() + START_S
         while not self._counts.all() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -50,17 +49,20 @@ class Crowd:
             worker.kill()
         for worker in self._workers:
             worker.wait()
-        self._file.close()
+        os.close(self._fd)
 
 
-def work(path: str, index: int) -> None:
-    with open(path, "r+b") as file:
-        counts = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.int64)[:: COUNT_BYTES // 8]
+def counts_in(fd: int) -> np.ndarray:
+    return np.frombuffer(mmap.mmap(fd, 0), dtype=np.int64)[:: COUNT_BYTES // 8]
+
+
+def work(fd: int, index: int) -> None:
+    counts, parent = counts_in(fd), os.getppid()
     numbers = np.random.default_rng(index).random(ELEMENTS)
-    while os.getppid() != 1:  # whoever started it is gone
+    while os.getppid() == parent:  # it must not outlive the benchmark
         np.sort(numbers)
         counts[index] += 1
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], int(sys.argv[2]))
+    work(int(sys.argv[1]), int(sys.argv[2]))

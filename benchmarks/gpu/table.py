@@ -286,6 +286,9 @@ def _facts(found: Found) -> str:
         facts.append(f"first snapshot held {held}, its step grew by {_ms(first['growth_s'])}")
     if beside := found.get("unprotected_every_step"):
         facts.append(f"part 1 lost {_ms(beside['lost_s'])} at every step with full copies" if beside["lost_s"] else "")
+    if "crowd" in found:
+        crowd = found["crowd"]
+        facts.append(f"{crowd['workers']} busy processes beside it lost {_percent(crowd['work_lost_share'])}")
     if "memory" in found:
         facts.append(f"{found['memory']['slots']} slots, {_gb(found['memory']['arena_bytes'])} of host memory")
     return ", ".join(filter(None, facts))

@@ -89,7 +89,7 @@ class KeeperConfig(_Section):
     restore_s: float = 600.0
     """Deadline for the keeper's decision what to restore, verification included, and for new arenas."""
     seal_threads: int = 0
-    """Threads that checksum snapshots, at low priority. 0: three quarters of the cores, 2 to 12."""
+    """Threads that checksum snapshots, at low priority. 0: one for each core, 2 to 32."""
     reader_bytes: int = 268435456
     """Snapshots from this size on are checksummed in a process of its own, in half the CPU time. 0: never."""
     log_file: str = ""
@@ -364,6 +364,7 @@ _RANGES: Mapping[str, tuple[float, float]] = types.MappingProxyType(
         "keeper.request_s": (1, 3600),
         "keeper.restore_s": (1, 86400),
         "keeper.seal_threads": (0, 64),
+        "keeper.reader_bytes": (0, 2**62),
         "parity.losses": (0, 4),
         "parity.group_size": (2, 36),
         "parity.deadline_s": (0.1, 86400),

@@ -27,7 +27,8 @@ NAME = "keepstep-arena"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 F_SEAL_FUTURE_WRITE = 0x10
 MADV_POPULATE_READ = 22
-POPULATE_STEP = 64 << 20
+POPULATE_STEP = 4 << 20
+"""who wants other memory meanwhile waits for one of these"""
 RESERVE_STEP = 16 << 20
 MAX_BYTES = 1 << 46
 EHWPOISON = 133

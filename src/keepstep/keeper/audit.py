@@ -7,6 +7,7 @@ the arithmetic of the code, the sum over all nodes is zero unless somebody's rep
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,6 +24,16 @@ from keepstep.parity.code import coefficients
 from keepstep.parity.fingerprint import FINGERPRINT_BYTES, fingerprint
 
 MAX_PATHS = 64
+
+
+class _Own(threading.local):
+    """Of each thread: new memory for every chunk would have them wait for each other at the kernel."""
+
+    def __init__(self) -> None:
+        self.buffer = memoryview(bytearray(CHUNK_BYTES))
+
+
+_own = _Own()
 
 
 class Over(Protocol):
@@ -96,7 +107,9 @@ def _times(weights: bytes, values: bytes) -> bytes:
 def _read(book: Book, stored: Stored) -> bytes:
     """The fingerprint of a stored chunk; the padding of a short one is zero and changes nothing."""
     start = book.arena.payload_span(book.slot).offset + stored.offset
-    return fingerprint(book.arena.segment.read(start, stored.size_bytes))
+    window = _own.buffer[: stored.size_bytes]
+    book.arena.segment.read_into(start, window)
+    return fingerprint(window)
 
 
 def _place(stored: Stored) -> int:

@@ -31,7 +31,7 @@ log = logging.getLogger("keepstep.keeper")
 # Measuring only: a snapshot is called sealed without reading it (benchmarks/bench_take.py, "copy alone").
 NO_SEAL = "KEEPSTEP_BENCH_NO_SEAL"
 JOBS = 4
-MOST_THREADS = 12
+MOST_THREADS = 32
 NICENESS = 10
 """of threads that read snapshots: a training that has work for every core goes first"""
 RETRY_PAUSES_S = (0.01, 0.1, 1.0)
@@ -205,8 +205,8 @@ class Work:
 
 
 def _threads() -> int:
-    """Three quarters of the cores that this process may use: a large state at every other step needs them."""
-    return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0)) * 3 // 4))
+    """All cores that this process may use, at low priority: a large state at every step needs most of them."""
+    return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0))))
 
 
 def _be_nice() -> None:

@@ -380,6 +380,7 @@ class Capture:
             if reason:
                 self.lanes.settle()
             self._finish(job, reason)
+            self._prepare_checks(job)  # now that the keeper can begin
 
     def _land(self, job: Job) -> str:
         """Wait until all of it is there. Returns why the snapshot is void, if it is."""
@@ -399,19 +400,20 @@ class Capture:
             unit = job.checks.changed_on_the_way(job.view.payload(job.slot))
             if unit is not None:
                 self._violated(job, unit)
-                return job.void
-            self._prepare_checks(job)
         return job.void
 
     def _prepare_checks(self, job: Job) -> None:
         """Other places for the next snapshot with this plan, while nobody waits."""
+        if not job.checks:
+            return
         for key, (plan, _, _) in list(self._next_checks.items()):
             if plan.history is not job.plan.history:
                 del self._next_checks[key]
         whole = self._config.fingerprint_all or job.plan.history.snapshots <= FULL_CHECKS
         try:
-            checks = Checks.next(job.parts, self._random, whole=whole)
-        except torch.OutOfMemoryError as error:  # of the device: this snapshot is whole all the same
+            with self.lanes.aside():
+                checks = Checks.next(job.parts, self._random, whole=whole)
+        except Exception as error:  # a device without memory, say: this snapshot is whole all the same
             log.warning("the next snapshot is only sampled: %s", error)
             return
         self._next_checks[id(job.plan)] = (job.plan, job.parts, checks)
