@@ -26,6 +26,9 @@ NODES = tuple(range(8))
 def measure_gpt(task: Task) -> None:
     device, results = Device(task.device), _results(task)
     with open_cost(make_gpt(task.sizes.gpt, task.device), device, results, task.name, task.sizes) as cost:
+        if task.every:
+            measure(cost, task.cadences_of(task.sizes.cadences), 0)
+            return
         measure_with_limits(cost, task.sizes.cadences, task.sizes, toy=task.toy)
         cost.crowd(task.sizes.cadences[0])
         if device.is_cuda:

@@ -312,7 +312,8 @@ def measure(cost: Cost, cadences: tuple[Cadence, ...], num_quiet: int) -> None:
     cost.first()
     for cadence in cadences:
         cost.cadence(cadence)
-    cost.quiet(num_quiet)
+    if num_quiet:
+        cost.quiet(num_quiet)
     cost.memory()
 
 

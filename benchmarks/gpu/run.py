@@ -133,6 +133,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", default=[], help="measurements of the part: keepstep, contenders, large ..."
     )
+    parser.add_argument(
+        "--every", nargs="+", type=int, default=[], help="part 1: only these cadences, and nothing beside them"
+    )
     parser.add_argument("--minutes", type=float, default=8.0, help="nothing runs longer than this after the start")
     parser.add_argument("--commit", default="", help="where there is no git to ask: the commit of the working tree")
     options = parser.parse_args()
@@ -149,8 +152,9 @@ def main() -> int:
         settings = {key: value for key, value in os.environ.items() if key.startswith("KEEPSTEP_")}
         results.begin(commit=options.commit, settings=settings)
         task = Task(
-            name="", part=options.part, device=options.device, toy=options.toy, out=str(path), deadline=deadline
-        )
+            name="", part=options.part, device=options.device, toy=options.toy, out=str(path), deadline=deadline,
+            every=tuple(options.every),
+        )  # fmt: skip
         PARTS[options.part](Bench(results, task, frozenset(options.only)))
         verdicts = judge(options.part, results)
         results.put("targets", value=[verdict.__dict__ for verdict in verdicts])

@@ -87,7 +87,7 @@ H200 = Sizes(
     limit_bytes=17 << 30,
     ring_bytes=4 << 30,
     kills=20,
-    killed_bytes=4 << 30,
+    killed_bytes=2 << 30,
     poison_bytes=1 << 30,
     poison_snapshots=500,
 )
@@ -132,10 +132,15 @@ class Task:
     """a directory for files and for the words between parent and child"""
     option: str = ""
     """which contender, which way"""
+    every: tuple[int, ...] = ()
+    """only these cadences, and nothing beside them; empty: everything"""
 
     @property
     def sizes(self) -> Sizes:
         return TOY if self.toy else H200
+
+    def cadences_of(self, all_of_them: tuple[Cadence, ...]) -> tuple[Cadence, ...]:
+        return tuple(one for one in all_of_them if not self.every or one.every in self.every)
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

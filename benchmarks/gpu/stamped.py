@@ -29,6 +29,8 @@ WORDS, STOP = "words", "stop"
 HALF_EVERY = 4
 """every so many parameters one is bf16"""
 MOST_MATMULS = 12
+MOST_AHEAD = 4
+"""steps that the host may be ahead of the device: what it queues begins no earlier than what it queued before"""
 WAIT_S = 120.0
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -111,7 +113,7 @@ class Busy:
     """Computation of changing length between two updates."""
 
     def __init__(self, device: str) -> None:
-        self._matrix = torch.randn(2 * (64 if device == "cpu" else 4096,), device=device)
+        self._matrix = torch.randn(2 * (64 if device == "cpu" else 2048,), device=device)
         self._random = random.Random()
 
     def __call__(self) -> None:
@@ -141,7 +143,7 @@ def train_until_killed(task: Task) -> None:
 
 def train_poisoned(task: Task) -> None:
     """Snapshots at full speed until the parent has seen enough; then what became of each."""
-    words, busy = Words(task), Busy(task.device)
+    words, busy, device = Words(task), Busy(task.device), Device(task.device)
     model, optimizer = make_stamped(numels_for(task.sizes.poison_bytes), task.device)
     stop = Path(task.scratch) / STOP
     taken: list[keepstep.PendingSnapshot] = []
@@ -161,6 +163,8 @@ def train_poisoned(task: Task) -> None:
                 reason = without_numbers(pending.reason)
                 reasons[reason] = reasons.get(reason, 0) + 1
             step += 1
+            if step % MOST_AHEAD == 0:
+                device.synchronize()
         for pending in taken:
             pending.wait(timeout_s=WAIT_S)
         complete = sum(pending.survives >= Survives.PROCESS for pending in taken)

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from ports import free_port
 
 from keepstep.client import KeeperClient
 from keepstep.errors import KeeperError
@@ -212,13 +212,6 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, say: Callable[[],
 
 def incarnations(workers: list[dict[str, Any]]) -> set[Incarnation]:
     return {Incarnation.parse(worker["KEEPSTEP_INCARNATION"]) for worker in workers}
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 pytestmark = pytest.mark.timeout(240)  # rounds take 5 s here, and 40 s on two cores with a load of 8

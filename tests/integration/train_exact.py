@@ -22,7 +22,6 @@ import math
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -35,6 +34,7 @@ import numpy as np
 import torch
 import torch._dynamo  # what torch.optim imports at its first step: here it is done once for all forked lives
 import torch.distributed as dist
+from ports import free_port
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -799,12 +799,6 @@ def redirect(path: Path) -> None:
     os.dup2(nothing, 0)
     for stream in (1, 2):
         os.dup2(target, stream)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def main(argv: list[str]) -> None:

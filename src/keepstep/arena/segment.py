@@ -3,7 +3,7 @@
 A memfd has no name to leak, is not limited by /dev/shm, and lives as long as anybody holds it. Its
 size is sealed, so nobody can truncate it under a mapping (SIGBUS). The keeper never maps it: it reads
 and writes through the descriptor, so that its own resident size, and with it its place in the OOM
-killer's list, stays small.
+killer's list, stays small. Its reader does, which may die.
 """
 
 from __future__ import annotations

@@ -5,12 +5,14 @@
     members      trainers, launchers, incarnations, the fence                      (pure)
     arenas       the memory of the ranks, given, adopted, refused                  (pure)
     snapshots    committed, sealed, complete; free slots                          (pure)
-    coordinator  which step is granted next, and what is retained                 (pure)
+    job          all nodes of a job, as their coordinator sees them: board, counting, planning,
+                 granting, taking_over, watermarks                                (pure)
     restoring    what comes back, decided once for all ranks                      (pure)
     events       what reaches the core and what it wants done                     (pure)
     runtime      the loop: sockets, pidfds, timers; carries the effects out
     control      one connection on the control socket
     work         threads that seal, verify and allocate
+    reading      large slots, checksummed by a process that maps them (reader)
     report       status, metrics and HTTP on the second socket
     lease        its lock, its card, its sockets: that there is one, and that it leaves nothing
 

@@ -10,6 +10,7 @@ copies       which of those bytes are copied inside take, which behind it
 view         the arena as this process writes it
 capture      one snapshot: what is copied inside take, what behind it, and the commit
 restore      the way back: checked first, then strictly in place, RNG last
+ring         how its bytes get to devices; ahead: what is prepared while the keeper still checks them
 memory       the arena: asked for, faulted in, made larger
 sizing       how large the arena must be before optimizer state exists
 link         the connection to the keeper, and coming back to a new one

@@ -117,7 +117,9 @@ class Fence:
         self._stepped = False
         self.muted = False
         """while keepstep itself steps an optimizer (sizing)"""
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        # torch.compile traces hooks too, and would compile the step anew for every value of a counter in here.
+        outside = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
+        self._handle = register_optimizer_step_pre_hook(outside)
 
     def take_stepped(self) -> bool:
         """Whether any optimizer has stepped since this was asked last: once per `take`, captured or not."""
