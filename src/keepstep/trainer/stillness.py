@@ -29,6 +29,10 @@ MAX_SHARES = 16
 SHARE_ITEMS = 16
 """fewer are not worth a share of their own"""
 
+HOLD_S = 0.0005
+"""for so long a look may hold the interpreter. To get it back may take ten times that from a thread that never waits, so
+not after every check: the snapshot would not be committed before"""
+
 MOVED = "a tensor of the state was moved or replaced without being noticed inside take"
 
 Check = Callable[[], bool]
@@ -107,8 +111,12 @@ class Stillness:
 
 
 def _all(checks: Sequence[Check]) -> bool:
+    """Each check runs outside the interpreter's loop, and so holds it: the training thread may be waiting."""
+    since = time.perf_counter()
     for check in checks:
         if not check():
             return False
-        time.sleep(0)  # each runs outside the interpreter's loop, and so holds it: the training thread may be waiting
+        if time.perf_counter() - since > HOLD_S:
+            time.sleep(0)
+            since = time.perf_counter()
     return True
