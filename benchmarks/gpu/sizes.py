@@ -80,7 +80,7 @@ H200 = Sizes(
         Cadence(every=10, steps=40, alone_steps=20, pairs=2),
     ),
     large_cadences=(Cadence(every=5, steps=15, alone_steps=10, pairs=3),),
-    small_cadences=(Cadence(every=1, steps=50, alone_steps=50, pairs=4),),
+    small_cadences=(Cadence(every=1, steps=20, alone_steps=20, pairs=3),),
     share_cadences=(Cadence(every=1, steps=20, alone_steps=20, pairs=4),),
     warm_steps=5,
     quiet_snapshots=10,

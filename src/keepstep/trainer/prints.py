@@ -74,6 +74,12 @@ class Prints:
         self._batch = FingerprintBatch(sources, cuts)
         self._rows: torch.Tensor | None = None
         self._read: np.ndarray | None = None
+        num_rows = len(self._plain) + len(sources)
+        self._landing = torch.empty(
+            num_rows, FINGERPRINT_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda"
+        )
+        """rows leave ahead of the bytes that they are of, not behind the next snapshot's"""
+        self._landed: torch.cuda.Event | None = None
 
     def _drawn(self) -> list[Coded]:
         units = [self._coded.units[index] for index in self._coded.unit]
@@ -81,7 +87,12 @@ class Prints:
 
     def take(self) -> None:
         """Queue them on the current stream."""
+        if self._landed is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._landed)
         self._rows, self._read = self._batch.run(), None
+        self._landing.copy_(self._rows, non_blocking=True)
+        if self._rows.is_cuda:
+            self._landed = torch.cuda.current_stream(self.device).record_event()
 
     def changed_at_source(self, owners: set[int]) -> Unit | Coded | None:
         """The first unit of these optimizers that is not what it was. Waits for the device."""
@@ -122,7 +133,9 @@ class Prints:
         if self._read is not None:
             return self._read
         assert self._rows is not None
-        rows: np.ndarray = self._rows.cpu().numpy()
+        if self._landed is not None:
+            self._landed.synchronize()
+        rows: np.ndarray = self._landing.numpy().copy()
         at, made = len(self._plain), [rows[: len(self._plain)]]
         for unit in self._drawn():
             factors = coefficients(unit.m, unit.row, unit.k)[: len(unit.chunks)]

@@ -30,8 +30,8 @@ SHARE_ITEMS = 16
 """fewer are not worth a share of their own"""
 
 HOLD_S = 0.0005
-"""for so long a look may hold the interpreter. To get it back may take ten times that from a thread that never waits, so
-not after every check: the snapshot would not be committed before"""
+"""for so long a look may hold the interpreter. To get it back from a thread that never waits takes ten times as long:
+it is not given up after every check, or the snapshot would be committed late"""
 
 MOVED = "a tensor of the state was moved or replaced without being noticed inside take"
 
