@@ -361,8 +361,9 @@ class Snapshotter:
         scaled = any(type(item.thing).__name__ == "GradScaler" for item in self._items.of(STATEFUL))
         if not scaled:
             self._warn_once(
-                "take() was called although no optimizer has stepped since the last one: gradients are not "
-                "captured, so a resume from here is not exact. Take after optimizer.step(), or use Config(grads=True)"
+                "take() was called although no optimizer was seen to step since the last one: gradients are not "
+                "captured, so a resume from between accumulation steps is not exact. Take after optimizer.step(), or "
+                "use Config(grads=True). Whole steps that are replayed from a CUDA graph are not seen and are exact"
             )
         return not scaled
 
@@ -450,7 +451,9 @@ def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: Sources, ring:
         raise IntegrityError(f"slot {answer.slot} changed after it was verified")
     if sealed.trainer.flags & INEXACT:
         log.warning(
-            "%s was taken between accumulation steps, without gradients: this resume is not exact", answer.version
+            "%s was taken without gradients after no step that was seen: exact after a replayed CUDA graph, not exact "
+            "between accumulation steps",
+            answer.version,
         )
     layout_span, values_span, _ = view.arena.used_spans(answer.slot, sealed.trainer)
     encoded = view.arena.segment.read(layout_span.offset, layout_span.size_bytes)
