@@ -20,6 +20,7 @@ from limit import Ring, open_ring
 from measuring import Block, Device, Saving, lost_in, median, run_block, spread, without_numbers
 from results import Results, say
 from sizes import Cadence, Sizes
+from timeline import Timeline
 from workloads import Workload
 
 import keepstep
@@ -38,6 +39,7 @@ class Saver:
         self.step = 0
         self._pending: list[keepstep.PendingSnapshot] = []
         self._num_begun = 0
+        self.timeline = Timeline(snapshots)
 
     def save(self) -> bool:
         self.step += 1
@@ -120,6 +122,7 @@ class Cost:
 
     def cadence(self, cadence: Cadence) -> None:
         before = self.saver.counters()
+        self.saver.timeline.clear()
         blocks, alone, ends = self._interleave(cadence, self.saving(cadence.every), settle=True)
         after = self.saver.counters()
         counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
@@ -128,6 +131,7 @@ class Cost:
             **summarize(blocks, alone, ends),
             "counters": counters,
             "rate_bytes_s": _rate(counters),
+            "timeline": self.saver.timeline.summary(),
             "split": self.saver.split(),
             "device_memory": self.device.memory(),
         }

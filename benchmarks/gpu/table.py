@@ -267,6 +267,10 @@ def _print_cadences(name: str, found: Found) -> None:
                 f"{rate / 1e9:.1f}" if rate else "-",
             ]
         )  # fmt: skip
+        stretches = {name: one["timeline"][name] for name in one.get("timeline", {}) if name.endswith("_s")}
+        if stretches:
+            told = [f"{name[:-2].replace('_', ' ')} {_ms(value['median'])}" for name, value in stretches.items()]
+            rows.append(["", ", ".join(told)])
         for reason, count in one["not_complete"].items():
             rows.append(["", f"{count} x {reason}"[:100]])
     print_rows(f"{name}: {_facts(found)}", rows)
