@@ -13,7 +13,7 @@ from keepstep import faults
 from keepstep.arena.segment import Segment
 from keepstep.errors import IntegrityError
 from keepstep.trainer import ring as module
-from keepstep.trainer.ring import Loads, Ring, Stretch, plan
+from keepstep.trainer.ring import Loads, Ring, Stretch, plan, threads_for
 
 SIZE = 1_000_000
 
@@ -88,6 +88,19 @@ def test_bad_memory_is_an_error_that_says_so_and_ends_all_threads(segment: Segme
         ring.load(segment, [Stretch(0, torch.zeros(SIZE, dtype=torch.uint8))])
     ring.close()
     assert reads < 20
+
+
+def test_more_ranks_than_cores_share_one_thread_each(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert [threads_for(1), threads_for(2), threads_for(8)] == [2, 1, 0]
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assert threads_for(8) == 2  # cores of its own
+    target = torch.zeros(50, dtype=torch.uint8)
+    ring = Ring(0)
+    ring.load(segment, [Stretch(7, target)])
+    ring.close()
+    assert bytes(target.numpy()) == segment.read(7, 50)
 
 
 def test_loads_are_counted_from_the_payload_and_done_once(segment: Segment) -> None:

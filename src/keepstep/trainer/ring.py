@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -75,11 +76,17 @@ def plan(stretches: Iterable[Stretch]) -> list[Piece]:
     return pieces
 
 
+def threads_for(local_world_size: int) -> int:
+    """A rank's part of the cores; all that it may use where it was given its own."""
+    own, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    return own if own < there else own // local_world_size
+
+
 class Ring:
     """The memory, for the time of one restore."""
 
     def __init__(self, threads: int) -> None:
-        self._threads = min(threads, MOST_THREADS)
+        self._threads = max(1, min(threads, MOST_THREADS))
         size = BUFFERS * self._threads * PIECE_BYTES
         self._memory: mmap.mmap | None = mmap.mmap(-1, size)
         with contextlib.suppress(OSError):  # a kernel without them

@@ -53,7 +53,7 @@ from keepstep.trainer.place import (
 from keepstep.trainer.prints import unframe
 from keepstep.trainer.replicas import Replicas
 from keepstep.trainer.restore import Restored, Writer, sharded_modules
-from keepstep.trainer.ring import Loads, Ring
+from keepstep.trainer.ring import Loads, Ring, threads_for
 from keepstep.trainer.saved import RandomStates, Saved
 from keepstep.trainer.shares import Sharing
 from keepstep.trainer.sources import Sources
@@ -123,7 +123,7 @@ class Snapshotter:
         self._check_open()
         watch = Stopwatch()
         self._warm_up()
-        ring = Ring(len(os.sched_getaffinity(0)) // self._place.local_world_size)
+        ring = Ring(threads_for(self._place.local_world_size))
         try:
             restored = self._ask_and_load(ring, rehearsal, watch)
         finally:
