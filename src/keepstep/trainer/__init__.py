@@ -9,7 +9,8 @@ fence        the optimizer hooks: what may be copied while training goes on
 copies       which of those bytes are copied inside take, which behind it
 view         the arena as this process writes it
 capture      one snapshot: what is copied inside take, what behind it, and the commit
-restore      the way back: checked first, then strictly in place, RNG last
+loading      restore(): asked, read, compared, written
+restore      into the live objects: checked first, then strictly in place, RNG last
 ring         how its bytes get to devices; ahead: what is prepared while the keeper still checks them
 memory       the arena: asked for, faulted in, made larger
 sizing       how large the arena must be before optimizer state exists

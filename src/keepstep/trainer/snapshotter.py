@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -17,11 +16,9 @@ from typing import Any, Self
 
 import torch
 
-from keepstep import layout as layouts
-from keepstep.arena.header import INEXACT, PRINTS, Grant
+from keepstep.arena.header import Grant
 from keepstep.config import Config, resolve
-from keepstep.errors import CaptureError, ConfigError, IntegrityError
-from keepstep.parity import device as parity
+from keepstep.errors import CaptureError, ConfigError
 from keepstep.protocol import (
     ArenaNeed,
     Committed,
@@ -29,19 +26,16 @@ from keepstep.protocol import (
     Done,
     Loaded,
     Protected,
-    RestoreFrom,
     Void,
     Voided,
-    WantRestore,
 )
 from keepstep.trainer import sizing
-from keepstep.trainer import state as states
-from keepstep.trainer.ahead import Ahead
 from keepstep.trainer.capture import Capture, Job
 from keepstep.trainer.fence import Fence
 from keepstep.trainer.items import MODULE, OPTIMIZER, STATEFUL, Items, unwrap_optimizer
 from keepstep.trainer.link import Link, Listeners
-from keepstep.trainer.memory import Memory, open_view
+from keepstep.trainer.loading import Loading
+from keepstep.trainer.memory import Memory
 from keepstep.trainer.pending import PendingSnapshot, Waiting
 from keepstep.trainer.place import (
     find_identity,
@@ -50,20 +44,15 @@ from keepstep.trainer.place import (
     registration,
     warn_about_shared_store,
 )
-from keepstep.trainer.prints import unframe
 from keepstep.trainer.replicas import Replicas
-from keepstep.trainer.restore import Restored, Writer, sharded_modules
-from keepstep.trainer.ring import Loads, Ring, threads_for
-from keepstep.trainer.saved import RandomStates, Saved
+from keepstep.trainer.restore import Restored, sharded_modules
 from keepstep.trainer.shares import Sharing
-from keepstep.trainer.sources import Sources
 from keepstep.trainer.state import Reader
 from keepstep.trainer.stillness import Stillness
 from keepstep.trainer.stopwatch import Stopwatch
 from keepstep.trainer.survey import Survey
-from keepstep.trainer.view import ArenaView
 from keepstep.trainer.world import World
-from keepstep.types import Source, Status, Survives, Version
+from keepstep.types import Status, Version
 
 log = logging.getLogger("keepstep")
 
@@ -122,12 +111,8 @@ class Snapshotter:
         """
         self._check_open()
         watch = Stopwatch()
-        self._warm_up()
-        ring = Ring(threads_for(self._place.local_world_size))
-        try:
-            restored = self._ask_and_load(ring, rehearsal, watch)
-        finally:
-            ring.close()
+        loading = Loading(self.config, self._identity, self._place, self._items, self._link, self._memory)
+        restored = loading.run(rehearsal, self._replicas, watch)
         # Before the first step: all that can fail, fails here.
         need = self._foresee()
         watch.lap("looking at the state")
@@ -139,93 +124,6 @@ class Snapshotter:
         watch.lap("waiting for all ranks")
         log.info("ready for the first step: %s", watch)
         return restored
-
-    def _ask_and_load(self, ring: Ring, rehearsal: Callable[[], object] | None, watch: Stopwatch) -> Restored | None:
-        answer, fds, view = self._ask_what_to_restore(ring)
-        watch.lap("asking and checking")
-        if answer.version is None:
-            return None
-        with Sources(fds[1:]) as sources:
-            view = view or open_view(fds[0], self._identity)
-            self._memory.keep(view)
-            return self._load(answer, view, sources, ring, rehearsal, watch)
-
-    def _ask_what_to_restore(self, ring: Ring) -> tuple[RestoreFrom, list[int], ArenaView | None]:
-        """The keeper checks every byte before it answers: meanwhile the memory is prepared that it will name."""
-        ahead = Ahead(
-            self._link.held, self._identity, self._place.local_index,
-            ring=ring, threads=self.config.arena.prefault_threads,
-        )  # fmt: skip
-        arena_id = ""
-        try:
-            answer, fds = self._link.request(WantRestore(), RestoreFrom, timeout_s=self.config.keeper.restore_s)
-            arena_id = answer.arena_id if answer.version is not None else ""
-        finally:
-            view = ahead.take(arena_id)
-        if view is not None:
-            os.close(fds[0])
-        return answer, fds, view
-
-    def _load(
-        self,
-        answer: RestoreFrom,
-        view: ArenaView,
-        sources: Sources,
-        ring: Ring,
-        rehearsal: Callable[[], object] | None,
-        watch: Stopwatch,
-    ) -> Restored:
-        assert answer.version is not None
-        if rehearsal is not None:
-            self._rehearse(rehearsal)
-        else:
-            self._warn_about_ddp()
-        watch.lap("rehearsing")
-        saved = _read_snapshot(view, answer, sources, ring)
-        writer = Writer(saved, self._items, self._replicas().ranks_of)
-        writer.prepare()
-        watch.lap("comparing with the live objects")
-        writer.write()
-        watch.lap("writing")
-        checked = saved.check_devices()
-        _wait_for_devices()
-        watch.lap("waiting for devices")
-        random_states = RandomStates(saved.tree, self._items)
-        random_states.set()
-        del saved, writer  # they point into the arena
-        log.info("restored %s from %s: %s (%s)", answer.version, answer.source, "; ".join(answer.plan), watch)
-        if checked:
-            log.info("%d fingerprints of devices are those of the captured state", checked)
-        return Restored(
-            step=answer.version.step, source=Source(answer.source), survives=Survives.PROCESS,
-            duration_s=watch.seconds, bytes=answer.size_bytes, plan=tuple(answer.plan),
-            _set_rng=random_states.set,
-        )  # fmt: skip
-
-    def _warm_up(self) -> None:
-        """Kernels take a second or two to load: meanwhile the keeper looks through what it has."""
-        modules = [item.thing for item in self._items.of(MODULE)]
-        devices = {parameter.device for module in modules for parameter in module.parameters()}
-        for device in devices:
-            if device.type == "cuda":
-                threading.Thread(target=parity.warm_up, args=(device, 1, 1), name="keepstep-warm", daemon=True).start()
-
-    def _rehearse(self, rehearsal: Callable[[], object]) -> None:
-        rehearsal()
-        for optimizer in self._items.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-
-    def _warn_about_ddp(self) -> None:
-        parallel = [
-            item.path
-            for item in self._items.of(MODULE)
-            if isinstance(item.thing, torch.nn.parallel.DistributedDataParallel)
-        ]
-        if parallel and self._place.world_size >= 3:
-            self._warn_once(
-                "the first step of a new DDP sums in another order with three or more ranks: pass "
-                "restore(rehearsal=one_forward_and_backward) for a bit-exact resume"
-            )
 
     def _begin(self, step: int | None) -> None:
         """Ready for the first step; returns when all ranks are."""
@@ -435,33 +333,3 @@ class Snapshotter:
         if text not in self._warned and len(self._warned) < 100:
             self._warned.add(text)
             log.warning(text)
-
-
-def _wait_for_devices() -> None:
-    """Until what was queued on their current streams has arrived."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.current_stream(index).synchronize()
-
-
-def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: Sources, ring: Ring) -> Saved:
-    """The tree and tensors of a slot that the keeper has verified."""
-    sealed = view.arena.sealed(answer.slot)
-    if sealed is None or sealed.version != answer.version:
-        raise IntegrityError(f"slot {answer.slot} changed after it was verified")
-    if sealed.trainer.flags & INEXACT:
-        log.warning(
-            "%s was taken without gradients after no step that was seen: exact after a replayed CUDA graph, not exact "
-            "between accumulation steps",
-            answer.version,
-        )
-    layout_span, values_span, _ = view.arena.used_spans(answer.slot, sealed.trainer)
-    encoded = view.arena.segment.read(layout_span.offset, layout_span.size_bytes)
-    layout = layouts.decode(encoded, payload_bytes=sealed.trainer.payload_bytes)
-    values = view.arena.segment.read(values_span.offset, values_span.size_bytes)
-    values, prints = unframe(values) if sealed.trainer.flags & PRINTS else (values, b"")
-    tree = states.decode(values)
-    payload = view.payload(answer.slot)
-    chunks = sources.chunks(layout, answer.streams, arena=view.bytes, payload=payload)
-    loads = Loads(ring, view.arena.segment, view.arena.payload_span(answer.slot).offset)
-    return Saved(tree, layout, payload, chunks, prints, loads)

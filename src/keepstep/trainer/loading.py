@@ -1,0 +1,165 @@
+"""`restore()` until the state is in the live objects: asked for, checked by the keeper, read, compared, written.
+
+While the keeper checks the bytes this process prepares what it will need: kernels for fingerprints, the map of the
+arena that it will most likely be told to load, and the memory that bytes reach devices through.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from keepstep import layout as layouts
+from keepstep.arena.header import INEXACT, PRINTS
+from keepstep.config import Config
+from keepstep.errors import IntegrityError
+from keepstep.identity import Identity
+from keepstep.parity import device as parity
+from keepstep.protocol import RestoreFrom, WantRestore
+from keepstep.trainer import state as states
+from keepstep.trainer.ahead import Ahead
+from keepstep.trainer.items import MODULE, Items
+from keepstep.trainer.link import Link
+from keepstep.trainer.memory import Memory, open_view
+from keepstep.trainer.prints import unframe
+from keepstep.trainer.replicas import Replicas
+from keepstep.trainer.restore import Restored, Writer
+from keepstep.trainer.ring import Loads, Ring, threads_for
+from keepstep.trainer.saved import RandomStates, Saved
+from keepstep.trainer.sources import Sources
+from keepstep.trainer.stopwatch import Stopwatch
+from keepstep.trainer.view import ArenaView
+from keepstep.trainer.world import Place
+from keepstep.types import Source, Survives
+
+log = logging.getLogger("keepstep")
+
+Rehearsal = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """For one `restore()`."""
+
+    config: Config
+    identity: Identity
+    place: Place
+    items: Items
+    link: Link
+    memory: Memory
+
+    def run(self, rehearsal: Rehearsal | None, replicas: Callable[[], Replicas], watch: Stopwatch) -> Restored | None:
+        """None when there is truly nothing."""
+        self._warm_up()
+        ring = Ring(threads_for(self.place.local_world_size))
+        try:
+            answer, fds, view = self._ask(ring)
+            watch.lap("asking and checking")
+            if answer.version is None:
+                return None
+            with Sources(fds[1:]) as sources:
+                view = view or open_view(fds[0], self.identity)
+                self.memory.keep(view)
+                self._rehearse(rehearsal)
+                watch.lap("rehearsing")
+                saved = _read_snapshot(view, answer, sources, ring)
+                return self._load(saved, answer, replicas(), watch)
+        finally:
+            ring.close()
+
+    def _warm_up(self) -> None:
+        """Kernels take a second or two to load: meanwhile the keeper looks through what it has."""
+        modules = [item.thing for item in self.items.of(MODULE)]
+        devices = {parameter.device for module in modules for parameter in module.parameters()}
+        for device in devices:
+            if device.type == "cuda":
+                threading.Thread(target=parity.warm_up, args=(device, 1, 1), name="keepstep-warm", daemon=True).start()
+
+    def _ask(self, ring: Ring) -> tuple[RestoreFrom, list[int], ArenaView | None]:
+        """The keeper checks every byte before it answers: meanwhile the memory is prepared that it will name."""
+        ahead = Ahead(
+            self.link.held, self.identity, self.place.local_index,
+            ring=ring, threads=self.config.arena.prefault_threads,
+        )  # fmt: skip
+        arena_id = ""
+        try:
+            answer, fds = self.link.request(WantRestore(), RestoreFrom, timeout_s=self.config.keeper.restore_s)
+            arena_id = answer.arena_id if answer.version is not None else ""
+        finally:
+            view = ahead.take(arena_id)
+        if view is not None:
+            os.close(fds[0])
+        return answer, fds, view
+
+    def _rehearse(self, rehearsal: Rehearsal | None) -> None:
+        if rehearsal is None:
+            self._warn_about_ddp()
+            return
+        rehearsal()
+        for optimizer in self.items.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _warn_about_ddp(self) -> None:
+        modules = [item.thing for item in self.items.of(MODULE)]
+        parallel = any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in modules)
+        if parallel and self.place.world_size >= 3:
+            log.warning(
+                "the first step of a new DDP sums in another order with three or more ranks: pass "
+                "restore(rehearsal=one_forward_and_backward) for a bit-exact resume"
+            )
+
+    def _load(self, saved: Saved, answer: RestoreFrom, replicas: Replicas, watch: Stopwatch) -> Restored:
+        """Nothing that is returned points into the arena."""
+        assert answer.version is not None
+        writer = Writer(saved, self.items, replicas.ranks_of)
+        writer.prepare()
+        watch.lap("comparing with the live objects")
+        writer.write()
+        watch.lap("writing")
+        checked = saved.check_devices()
+        _wait_for_devices()
+        watch.lap("waiting for devices")
+        random_states = RandomStates(saved.tree, self.items)
+        random_states.set()
+        log.info("restored %s from %s: %s (%s)", answer.version, answer.source, "; ".join(answer.plan), watch)
+        if checked:
+            log.info("%d fingerprints of devices are those of the captured state", checked)
+        return Restored(
+            step=answer.version.step, source=Source(answer.source), survives=Survives.PROCESS,
+            duration_s=watch.seconds, bytes=answer.size_bytes, plan=tuple(answer.plan),
+            _set_rng=random_states.set,
+        )  # fmt: skip
+
+
+def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: Sources, ring: Ring) -> Saved:
+    """The tree and tensors of a slot that the keeper has verified."""
+    sealed = view.arena.sealed(answer.slot)
+    if sealed is None or sealed.version != answer.version:
+        raise IntegrityError(f"slot {answer.slot} changed after it was verified")
+    if sealed.trainer.flags & INEXACT:
+        log.warning(
+            "%s was taken without gradients after no step that was seen: exact after a replayed CUDA graph, not exact "
+            "between accumulation steps",
+            answer.version,
+        )
+    layout_span, values_span, payload_span = view.arena.used_spans(answer.slot, sealed.trainer)
+    encoded = view.arena.segment.read(layout_span.offset, layout_span.size_bytes)
+    layout = layouts.decode(encoded, payload_bytes=sealed.trainer.payload_bytes)
+    values = view.arena.segment.read(values_span.offset, values_span.size_bytes)
+    values, prints = unframe(values) if sealed.trainer.flags & PRINTS else (values, b"")
+    tree = states.decode(values)
+    payload = view.payload(answer.slot)
+    chunks = sources.chunks(layout, answer.streams, arena=view.bytes, payload=payload)
+    return Saved(tree, layout, payload, chunks, prints, Loads(ring, view.arena.segment, payload_span.offset))
+
+
+def _wait_for_devices() -> None:
+    """Until what was queued on their current streams has arrived."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.current_stream(index).synchronize()
