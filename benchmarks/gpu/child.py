@@ -35,6 +35,13 @@ def measure_gpt(task: Task) -> None:
             profile_copies(cost)
 
 
+def measure_every_step(task: Task) -> None:
+    """With a slot more: a host that runs ahead of the device takes before the last but one is sealed."""
+    device, results = Device(task.device), _results(task)
+    with open_cost(make_gpt(task.sizes.gpt, task.device), device, results, task.name, task.sizes) as cost:
+        measure(cost, tuple(one for one in task.sizes.cadences if one.every == 1), 0)
+
+
 def measure_large(task: Task) -> None:
     device, results = Device(task.device), _results(task)
     workload = LargeGpt(task.sizes.large, task.device)
@@ -71,6 +78,7 @@ def measure_other(task: Task) -> None:
 
 MEASURES: dict[str, Callable[[Task], None]] = {
     "keepstep": measure_gpt,
+    "every-step": measure_every_step,
     "large": measure_large,
     "small": measure_small,
     "share": measure_share,

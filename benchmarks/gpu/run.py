@@ -57,6 +57,8 @@ SHARED = {
 def run_cost(bench: Bench) -> None:
     if bench.wants("keepstep"):
         _with_keeper(bench, "keepstep", KEEPSTEP_S, {"KEEPSTEP_ARENA_SLOTS": "3"})
+    if bench.wants("every-step"):
+        _with_keeper(bench, "every-step", 120.0, {"KEEPSTEP_ARENA_SLOTS": "4"})
     if bench.task.toy:
         _contend(bench, " ".join(TOY_CONTENDERS), 60.0)
         return

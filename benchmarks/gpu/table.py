@@ -39,10 +39,12 @@ def judge(part: int, results: Results) -> list[Verdict]:
 
 def _judge_cost(found: Found) -> list[Verdict]:
     ours = found.get("keepstep", {})
+    four = {**ours, "cadences": found.get("every-step", {}).get("cadences", {})}
     return [
-        _judge_every_second(ours), _judge_every_step(ours), _judge_held(ours, "in the loop", _cadence(ours, 2)),
-        _judge_held(ours, "launch queue empty", ours.get("quiet", {})), *_judge_first(ours), _judge_staging(ours),
-        *_judge_rate(ours),
+        _judge_every_second(ours), _judge_every_step(ours, "three slots"), _judge_every_step(four, "four slots"),
+        _judge_held(ours, "in the loop", _cadence(ours, 2)),
+        _judge_held(ours, "launch queue empty", ours.get("quiet", {})),
+        *_judge_first(ours), _judge_staging(ours), *_judge_rate(ours),
     ]  # fmt: skip
 
 
@@ -51,11 +53,11 @@ def _judge_every_second(ours: Found) -> Verdict:
     return _with_count(_most("lost, every 2nd step", cadence.get("lost_s"), 0.003, _ms), cadence)
 
 
-def _judge_every_step(ours: Found) -> Verdict:
+def _judge_every_step(ours: Found, slots: str) -> Verdict:
     cadence, limit = _cadence(ours, 1), ours.get("limit", {}).get("best_bytes_s")
     size = ours.get("workload", {}).get("state_bytes")
     above = None
-    name = "every step, above max(step, bytes / link)"
+    name = f"every step, {slots}, above max(step, bytes / link)"
     if limit and size and cadence.get("step_with_s"):
         least = max(cadence["step_alone_s"], size / limit)
         above = cadence["step_with_s"] - least
@@ -242,7 +244,7 @@ def _times(ratio: float) -> str:
 def print_part(part: int, results: Results, verdicts: Sequence[Verdict]) -> bool:
     """Tables of what was measured, the targets last. Whether something of keepstep's own could not be measured."""
     found = results.measures
-    for name in ("keepstep", "large", "small", "share"):
+    for name in ("keepstep", "every-step", "large", "small", "share"):
         if name in found:
             _print_cadences(name, found[name])
     if "contenders" in found:
