@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import keepstep
 from keepstep.config import KeeperConfig
 from keepstep.testing.run import LocalRun
+from keepstep.trainer.checks import Checks
 from keepstep.trainer.ring import Loads
 
 
@@ -32,9 +34,11 @@ class Watching:
 
 
 class Training:
+    width = 37
+
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(37, 37) for _ in range(4)))
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(self.width, self.width) for _ in range(4)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.wide = {"columns": torch.randn(20, 30).t(), "every_second": torch.randn(40)[::2], "none": torch.empty(0)}
         self.watching = Watching(self.model)
@@ -44,7 +48,7 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.model(torch.randn(5, 37)).square().mean().backward()
+        self.model(torch.randn(5, self.width)).square().mean().backward()
         self.optimizer.step()
 
     def bits(self) -> list[bytes]:
@@ -113,6 +117,36 @@ def test_snapshots_are_sealed_and_restored_whatever_becomes_of_the_reader(run: L
         assert restored is not None
         assert restored.step == 15
     assert after.bits() == before.bits()
+
+
+def test_the_first_snapshots_are_all_looked_at_as_they_should_be(
+    run: LocalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the next one compares is prepared before anybody can begin it, however long that takes."""
+    made = {"first": 0, "next": 0}
+    first, following = Checks.first, Checks.next
+
+    def count_first(*args: Any, **kwargs: Any) -> Checks:
+        made["first"] += 1
+        return first(*args, **kwargs)
+
+    def slow_next(*args: Any, **kwargs: Any) -> Checks:
+        made["next"] += 1
+        time.sleep(0.05)
+        return following(*args, **kwargs)
+
+    monkeypatch.setattr(Checks, "first", count_first)
+    monkeypatch.setattr(Checks, "next", slow_next)
+    monkeypatch.setattr(Training, "width", 300)
+    training = Training(seed=1)
+    training.step()
+    with keepstep.Snapshotter(training.state, run.config()) as snapshots:
+        snapshots.restore()
+        for step in range(1, 5):
+            training.step()
+            assert snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
+    assert made["first"] == 1
+    assert made["next"] >= 3
 
 
 def test_a_flipped_bit_is_found_in_the_map(run: LocalRun) -> None:

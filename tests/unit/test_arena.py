@@ -1198,3 +1198,22 @@ def test_trainer_digest_depends_on_every_field_of_the_header() -> None:
         for field in dataclasses.fields(TrainerHeader)
     ]
     assert len({trainer_digest(header), *(trainer_digest(other) for other in changed)}) == len(changed) + 1
+
+
+def test_populating_ends_when_the_map_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "POPULATE_STEP", mmap.PAGESIZE)
+    segment = Segment.create(200 * mmap.PAGESIZE)
+    mapping, steps = Mapping(segment), 0
+
+    def close_it(name: str) -> None:
+        nonlocal steps
+        steps += name == "segment.populate"
+        if steps == 5:
+            mapping.close()
+
+    faults.install(close_it)
+    mapping.populate(1)
+    assert steps == 5
+    mapping.populate(1)  # there is nothing any more
+    assert steps == 5
+    segment.close()

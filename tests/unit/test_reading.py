@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,14 +28,26 @@ from keepstep.protocol import ArenaNeed
 PAYLOAD = 2 * CHUNK_BYTES + 12_345
 
 
-@pytest.fixture
-def arena() -> Iterator[Arena]:
+def make_arena(generation: int) -> Arena:
     need = ArenaNeed(100, 100, PAYLOAD)
     made = Arena.create(
-        plan_header(need, slots=2, local_index=0, generation=1, run_id="r", node_id="n", instance=bytes(16))
+        plan_header(need, slots=2, local_index=0, generation=generation, run_id="r", node_id="n", instance=bytes(16))
     )
     for slot in range(2):
         made.segment.write(made.payload_span(slot).offset, os.urandom(PAYLOAD))
+    return made
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = make_arena(1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other() -> Iterator[Arena]:
+    made = make_arena(2)
     yield made
     made.close()
 
@@ -149,16 +163,87 @@ def test_reader_that_stands_still_is_given_up(reading: Reading, arena: Arena, mo
     assert gone(pid)
 
 
-def test_an_arena_that_is_given_up_is_unmapped_and_not_mapped_again(reading: Reading, arena: Arena) -> None:
+def test_an_arena_that_is_given_up_is_unmapped_and_not_mapped_again(
+    reading: Reading, arena: Arena, other: Arena
+) -> None:
     chunks = warmed(reading, arena)
+    others = warmed(reading, other)
     assert reading.digests(arena, 0, chunks) is not None
+    assert reading.digests(other, 0, others) is not None
     pid = pid_of(reading)
-    assert maps_of(pid) == 1
+    assert maps_of(pid) == 2
     reading.forget(arena.arena_id)
-    assert until(lambda: maps_of(pid) == 0)
+    assert maps_of(pid) == 1
     reading.warm(arena, 0, chunks)
     assert reading.digests(arena, 0, chunks) is None
-    assert maps_of(pid) == 0
+    assert maps_of(pid) == 1
+    reading.forget(other.arena_id)
+    assert gone(pid)  # there is nothing left to read
+
+
+def test_reader_that_stands_still_holds_no_arena_that_is_given_up(
+    reading: Reading, arena: Arena, other: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed(reading, arena)
+    warmed(reading, other)
+    pid = pid_of(reading)
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    reading.forget(arena.arena_id)
+    assert gone(pid)
+
+
+def test_an_arena_that_was_closed_meanwhile_costs_the_others_nothing(
+    reading: Reading, arena: Arena, other: Arena
+) -> None:
+    chunks = warmed(reading, arena)
+    others = chunks_of(other, 0)
+    other.close()
+    reading.warm(other, 0, others)
+    assert reading.digests(arena, 0, chunks) is not None
+
+
+class Channel:
+    """The keeper's end of the socket, with something in its way."""
+
+    def __init__(self, inner: socket.socket, receive: Callable[[bytes], bytes]) -> None:
+        self._inner, self._receive = inner, receive
+
+    def recv(self, size: int) -> bytes:
+        return self._receive(self._inner.recv(size))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_an_answer_that_was_not_waited_for_answers_nothing_else(reading: Reading, arena: Arena) -> None:
+    first, second = warmed(reading, arena, 0), warmed(reading, arena, 1)
+    pid = pid_of(reading)
+    assert reading._channel is not None
+
+    def out_of_memory(data: bytes) -> bytes:
+        raise MemoryError
+
+    reading._channel = Channel(reading._channel, out_of_memory)  # type: ignore[assignment]
+    with pytest.raises(MemoryError):
+        reading.digests(arena, 0, first)
+    assert gone(pid)
+    assert reading.digests(arena, 1, second) is None
+
+
+def test_an_answer_to_another_request_is_refused(reading: Reading, arena: Arena) -> None:
+    chunks = warmed(reading, arena)
+    assert reading._channel is not None
+    said: list[bytes] = []
+
+    def again(data: bytes) -> bytes:
+        said.append(data)
+        return said[0]
+
+    reading._channel = Channel(reading._channel, again)  # type: ignore[assignment]
+    assert reading.digests(arena, 0, chunks) is not None
+    assert reading.digests(arena, 0, chunks) is None
+    assert reading._process is None
 
 
 def test_close_does_not_wait_for_an_answer(reading: Reading, arena: Arena) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -88,6 +91,32 @@ def test_bad_memory_is_an_error_that_says_so_and_ends_all_threads(segment: Segme
         ring.load(segment, [Stretch(0, torch.zeros(SIZE, dtype=torch.uint8))])
     ring.close()
     assert reads < 20
+
+
+def test_nothing_is_written_after_an_interruption(segment: Segment) -> None:
+    """As Ctrl-C is one; by another signal, since a background job ignores that."""
+    reads = 0
+
+    def raise_it(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupt(name: str) -> None:
+        nonlocal reads
+        reads += name == "segment.read"
+        if reads == 4:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.02)
+
+    before = signal.signal(signal.SIGUSR1, raise_it)
+    faults.install(interrupt)
+    ring, target = Ring(2), torch.zeros(SIZE, dtype=torch.uint8)
+    with pytest.raises(KeyboardInterrupt):
+        ring.load(segment, [Stretch(0, target)])
+    signal.signal(signal.SIGUSR1, before)
+    ring.close()
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("keepstep-ring")]
+    assert not any(thread.is_alive() for thread in ours)
+    assert not target[SIZE // 2 :].any()
 
 
 def test_more_ranks_than_cores_share_one_thread_each(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:

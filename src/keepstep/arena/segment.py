@@ -202,7 +202,7 @@ class Mapping:
         with self._populating:
             if not self._populated:
                 self.populate_range(0, self.size_bytes, threads, progress, cancelled)
-                self._populated = not cancelled()
+                self._populated = not cancelled() and len(self.map) > 0
 
     def populate_range(
         self,
@@ -215,17 +215,18 @@ class Mapping:
         """Fault pages in, by reading: those that are there already, after a restart, come sixteen at a time that way,
         and a page of shared memory is mapped writable when it is read.
         """
-        lock, held = threading.Lock(), self.map  # held: a `close` must not take the map away under this
+        lock, held = threading.Lock(), self.map  # held: a `close` must not take the map away under this, but ends it
         begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
         done = 0
 
         def one(start: int) -> None:
             nonlocal done
-            if cancelled():
+            if cancelled() or self.map is not held or not held:
                 return
             size = min(POPULATE_STEP, end - start)
             faults.point("segment.populate")
-            if _libc.madvise(self.address + start, size, MADV_POPULATE_READ) != 0:
+            failed = _libc.madvise(self.address + start, size, MADV_POPULATE_READ) != 0
+            if failed and ctypes.get_errno() == errno.EINVAL:  # not for a page that is bad: to touch it would end us
                 for page in range(start, start + size, mmap.PAGESIZE):  # kernels before 5.14
                     held[page]
             with lock:

@@ -9,7 +9,9 @@ It serves one request after the other and ends with the keeper, whose end of the
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import struct
 import sys
@@ -22,7 +24,7 @@ import xxhash
 
 from keepstep.arena.segment import Mapping, Segment
 
-SPAN = struct.Struct("<QQ")
+SPAN, SERIAL = struct.Struct("<QQ"), struct.Struct("<Q")
 MOST_SPANS = 4096
 """in one request: with its answer it fits a datagram"""
 MOST_BYTES = 1 << 17
@@ -30,6 +32,7 @@ RUN = 8
 """spans that a thread reads in one go"""
 NICENESS = 10
 FIRST_TO_DIE = "1000"
+PR_SET_PDEATHSIG = 1
 
 
 class Map(msgspec.Struct, tag=True):
@@ -47,13 +50,17 @@ class Warm(msgspec.Struct, tag=True):
 
 
 class Forget(msgspec.Struct, tag=True):
+    """Answered when the map is gone."""
+
     arena_id: str
+    serial: int
 
 
 class Digest(msgspec.Struct, tag=True):
     """Answered with 16 bytes for each span."""
 
     arena_id: str
+    serial: int
     spans: bytes
 
 
@@ -62,6 +69,11 @@ Request = Map | Warm | Forget | Digest
 
 def pack(request: Request) -> bytes:
     return msgspec.msgpack.encode(request)
+
+
+def answer_to(serial: int, data: bytes = b"") -> bytes:
+    """It names its request: what was not waited for to the end must not answer the next one."""
+    return SERIAL.pack(serial) + data
 
 
 class Reader:
@@ -82,17 +94,21 @@ class Reader:
     def warm(self, request: Warm, fds: list[int]) -> None:
         self._maps[request.arena_id].populate_range(request.begin, request.end, self._threads)
 
-    def forget(self, request: Forget, fds: list[int]) -> None:
+    def forget(self, request: Forget, fds: list[int]) -> bytes:
         del self._maps[request.arena_id]
+        return answer_to(request.serial)
 
     def digest(self, request: Digest, fds: list[int]) -> bytes:
         there = self._maps[request.arena_id].map
         spans = list(SPAN.iter_unpack(request.spans))
+        if any(begin + size > len(there) for begin, size in spans):
+            raise ValueError("beyond the end of the arena")
 
         def some(run: list[tuple[int, int]]) -> bytes:
             return b"".join(xxhash.xxh3_128_digest(there[begin : begin + size]) for begin, size in run)
 
-        return b"".join(self._pool.map(some, [spans[at : at + RUN] for at in range(0, len(spans), RUN)]))
+        found = self._pool.map(some, [spans[at : at + RUN] for at in range(0, len(spans), RUN)])
+        return answer_to(request.serial, b"".join(found))
 
 
 def serve(channel: socket.socket, threads: int) -> None:
@@ -112,6 +128,8 @@ def serve(channel: socket.socket, threads: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    # Also while it is stopped, and does not see that the socket is closed.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(NICENESS)
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:

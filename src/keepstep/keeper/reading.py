@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from keepstep.arena.chunks import Chunk
 from keepstep.arena.slots import DIGEST_BYTES, Arena
@@ -24,9 +25,10 @@ log = logging.getLogger("keepstep.keeper")
 
 AGAIN_S = 60.0
 """until a reader that has failed is replaced: memory that is bad would end the next one too"""
-LEAST_BYTES_S = 200e6
+LEAST_BYTES_S = 500e6
 """slower than this it is given up"""
-PATIENCE_S = 20.0
+PATIENCE_S = 10.0
+END_S = 5.0
 
 
 class Reading:
@@ -43,6 +45,7 @@ class Reading:
         self._mapped: set[str] = set()
         self._forgotten: set[str] = set()
         """arenas that are gone for good, though somebody may still be reading one"""
+        self._serial = 0
         self._not_before = 0.0
         self._closed = False
 
@@ -57,8 +60,10 @@ class Reading:
                     self._ask(channel, arena.arena_id, chunks[at : at + r.MOST_SPANS])
                     for at in range(0, len(chunks), r.MOST_SPANS)
                 )
-            except OSError as error:
+            except BaseException as error:  # an answer that is still to come must find nobody
                 self._fail(f"{error!r}")
+                if not isinstance(error, OSError):
+                    raise
                 return None
 
     def warm(self, arena: Arena, slot: int, chunks: Sequence[Chunk]) -> None:
@@ -68,10 +73,14 @@ class Reading:
             if self._closed or known or not self._is_worth_it(chunks):
                 return
             try:
+                fd = os.dup(arena.segment.fd)
+            except OSError:
+                return  # the arena was given up meanwhile
+            try:
                 channel = self._channel or self._start()
                 channel.settimeout(PATIENCE_S)
                 if arena.arena_id not in self._mapped:
-                    socket.send_fds(channel, [r.pack(r.Map(arena.arena_id))], [arena.segment.fd])
+                    socket.send_fds(channel, [r.pack(r.Map(arena.arena_id))], [fd])
                     self._mapped.add(arena.arena_id)
                 begin = min(chunk.span.offset for chunk in chunks)
                 end = max(chunk.span.offset + chunk.span.size_bytes for chunk in chunks)
@@ -79,18 +88,31 @@ class Reading:
                 self._warm.add((arena.arena_id, slot))
             except (OSError, subprocess.SubprocessError) as error:
                 self._fail(f"{error!r}")
+            finally:
+                os.close(fd)
+
+    def drop(self, arena_id: str) -> None:
+        """This arena is given up: it is not mapped any more from now on. `forget` it then."""
+        self._forgotten.add(arena_id)
 
     def forget(self, arena_id: str) -> None:
         """The memory goes when its last map does. Waits for what is being read."""
+        self.drop(arena_id)
         with self._lock:
-            self._forgotten.add(arena_id)
             self._warm = {(arena, slot) for arena, slot in self._warm if arena != arena_id}
-            if arena_id in self._mapped and self._channel is not None:
-                self._mapped.discard(arena_id)
-                try:
-                    self._channel.sendall(r.pack(r.Forget(arena_id)))
-                except OSError as error:
-                    self._fail(f"{error!r}")
+            if arena_id not in self._mapped or self._channel is None:
+                return
+            self._mapped.discard(arena_id)
+            if not self._mapped:
+                self._end()
+                return
+            try:
+                self._channel.settimeout(PATIENCE_S)
+                self._request(self._channel, lambda serial: r.Forget(arena_id, serial))
+            except BaseException as error:
+                self._fail(f"{error!r}")
+                if not isinstance(error, OSError):
+                    raise
 
     def close(self) -> None:
         """Also while somebody waits for an answer: there will be none."""
@@ -110,11 +132,20 @@ class Reading:
         size = sum(chunk.span.size_bytes for chunk in chunks)
         channel.settimeout(PATIENCE_S + size / LEAST_BYTES_S)
         spans = b"".join(r.SPAN.pack(chunk.span.offset, chunk.span.size_bytes) for chunk in chunks)
-        channel.sendall(r.pack(r.Digest(arena_id, spans)))
+        found = self._request(channel, lambda serial: r.Digest(arena_id, serial, spans))
+        if len(found) != DIGEST_BYTES * len(chunks):
+            raise OSError(f"{len(found)} bytes for {len(chunks)} checksums")
+        return found
+
+    def _request(self, channel: socket.socket, make: Callable[[int], r.Request]) -> bytes:
+        self._serial += 1
+        channel.sendall(r.pack(make(self._serial)))
         answer = channel.recv(r.MOST_BYTES)
-        if len(answer) != DIGEST_BYTES * len(chunks):
-            raise OSError(f"{len(answer)} bytes for {len(chunks)} checksums" if answer else "the reader has died")
-        return answer
+        if not answer:
+            raise OSError("the reader has died")
+        if not answer.startswith(r.answer_to(self._serial)):
+            raise OSError("the reader has answered something else")
+        return answer[r.SERIAL.size :]
 
     def _start(self) -> socket.socket:
         own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -148,4 +179,5 @@ class Reading:
             channel.close()
         if process is not None:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel's hands: it ends when it comes back
+                process.wait(END_S)

@@ -84,6 +84,7 @@ class Work:
 
     def forget(self, arena_id: str) -> None:
         """Nothing may hold the memory of an arena that is given up. Not at once: the loop waits for nobody."""
+        self._reading.drop(arena_id)
         self._pool.submit(self._reading.forget, arena_id)
 
     def close(self) -> None:

@@ -379,8 +379,12 @@ class Capture:
                 reason = f"the copy failed: {error!r}"
             if reason:
                 self.lanes.settle()
+            whole = self._checks_whole(job)
+            if not reason and whole:  # the next one must not begin without
+                self._prepare_checks(job, whole=True)
             self._finish(job, reason)
-            self._prepare_checks(job)  # now that the keeper can begin
+            if not reason and not whole:  # a sample may be missed now and then: the keeper can begin before it is drawn
+                self._prepare_checks(job, whole=False)
 
     def _land(self, job: Job) -> str:
         """Wait until all of it is there. Returns why the snapshot is void, if it is."""
@@ -402,14 +406,17 @@ class Capture:
                 self._violated(job, unit)
         return job.void
 
-    def _prepare_checks(self, job: Job) -> None:
+    def _checks_whole(self, job: Job) -> bool:
+        """Whether the next snapshot with this plan is looked at in full."""
+        return self._config.fingerprint_all or job.plan.history.snapshots <= FULL_CHECKS
+
+    def _prepare_checks(self, job: Job, *, whole: bool) -> None:
         """Other places for the next snapshot with this plan, while nobody waits."""
         if not job.checks:
             return
         for key, (plan, _, _) in list(self._next_checks.items()):
             if plan.history is not job.plan.history:
                 del self._next_checks[key]
-        whole = self._config.fingerprint_all or job.plan.history.snapshots <= FULL_CHECKS
         try:
             with self.lanes.aside():
                 checks = Checks.next(job.parts, self._random, whole=whole)

@@ -81,6 +81,7 @@ class Writer:
             if item.path in trees:
                 prepare[item.kind](item, trees[item.path])
         if self._problems:
+            self._writes.clear()  # they hold this object, and it the memory
             shown = "; ".join(self._problems[:5])
             more = f" (and {len(self._problems) - 5} more)" if len(self._problems) > 5 else ""
             raise RecoveryError(

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -112,18 +112,25 @@ class Ring:
 
         def work(index: int) -> None:
             try:
-                hand = _Hand(segment, self._buffers(index), behind)
-                while (piece := _next(pieces, taking)) is not None and not failures:
-                    hand.move(piece)
-                hand.finish()
+                with _Hand(segment, self._buffers(index), behind) as hand:
+                    while (piece := _next(pieces, taking)) is not None and not failures:
+                        hand.move(piece)
             except BaseException as error:
                 failures.append(error)
 
         threads = [threading.Thread(target=work, args=(i,), name=f"keepstep-ring-{i}") for i in range(self._threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        begun: list[threading.Thread] = []
+        try:
+            for thread in threads:
+                thread.start()
+                begun.append(thread)
+            for thread in begun:
+                thread.join()
+        except BaseException as error:  # Ctrl-C, or no thread to be had: nothing is written once this is over
+            failures.append(error)
+        finally:
+            for thread in begun:
+                thread.join()
         if failures:
             raise failures[0]
 
@@ -168,7 +175,11 @@ class _Hand:
         used = {target.device for _, target in piece.parts if target.is_cuda}
         self._left[self._turn] = [self._streams[device].record_event() for device in used]
 
-    def finish(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """However it ends: what was queued reads the buffers."""
         for stream in self._streams.values():
             stream.synchronize()
 

@@ -33,11 +33,12 @@ class GlobalStates:
         python, numpy, host = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
         assert isinstance(numpy, tuple)
         # Marks of few bytes in one piece: to compare hundreds of numbers that left the cache a step ago takes longest.
+        # By repr, in which zero has a sign.
         version, words, gauss = python
         name, key, *rest = numpy
         found = {
-            "python": self._encode("python", (version, array("I", words).tobytes(), gauss), lambda: python),
-            "numpy": self._encode("numpy", (name, key.tobytes(), *rest), lambda: numpy),
+            "python": self._encode("python", (version, array("I", words).tobytes(), repr(gauss)), lambda: python),
+            "numpy": self._encode("numpy", (name, key.tobytes(), repr(rest)), lambda: numpy),
             "torch": self._encode("torch", host.numpy().tobytes(), lambda: inline_tensor(host)),
         }
         if torch.cuda.is_initialized():
