@@ -151,6 +151,17 @@ def test_reader_that_dies_is_replaced_later_and_its_slots_are_read_through_descr
     assert reading.digests(arena, 0, chunks) == read_digests(arena, 0, chunks)
 
 
+def test_reader_that_dies_unused_leaves_nothing_behind(reading: Reading, arena: Arena) -> None:
+    warmed(reading, arena)
+    reading.tend()
+    pid = pid_of(reading)
+    os.kill(pid, signal.SIGKILL)
+    assert until(lambda: gone(pid))
+    reading.tend()
+    assert reading._process is None
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_reader_that_stands_still_is_given_up(reading: Reading, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = warmed(reading, arena)
     assert reading.digests(arena, 0, chunks) is not None

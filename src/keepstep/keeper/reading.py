@@ -114,6 +114,15 @@ class Reading:
                 if not isinstance(error, OSError):
                     raise
 
+    def tend(self) -> None:
+        """Now and then: one that has died leaves nothing behind. Waits for nobody."""
+        if self._process is not None and self._lock.acquire(blocking=False):
+            try:
+                if self._process is not None and self._process.poll() is not None:
+                    self._fail("the reader has died")
+            finally:
+                self._lock.release()
+
     def close(self) -> None:
         """Also while somebody waits for an answer: there will be none."""
         self._closed = True

@@ -122,6 +122,7 @@ class Keeper:
 
     def _tick(self) -> None:
         self.handle(e.Tick())
+        self.work.tend()
         self._repair_pages()
         silent = time.monotonic() - HELLO_S
         for connection in list(self.connections.values()):

@@ -87,6 +87,9 @@ class Work:
         self._reading.drop(arena_id)
         self._pool.submit(self._reading.forget, arena_id)
 
+    def tend(self) -> None:
+        self._reading.tend()
+
     def close(self) -> None:
         self._ending.set()
         self._reading.close()
