@@ -92,6 +92,8 @@ class _Scratch:
         self._inputs = [ctypes.create_string_buffer(f.num_blocks * f.block_bytes + SHORTEST) for f in FOLDS[1:]]
         # Rows of a fold with short blocks are written further apart, and moved together afterwards.
         self._wide = ctypes.create_string_buffer(FINGERPRINT_BYTES * SHORTEST)
+        self._views = [memoryview(one).cast("B") for one in self._inputs]
+        self._wide_view = memoryview(self._wide).cast("B")
         inputs, wide = [ctypes.addressof(one) for one in self._inputs], ctypes.addressof(self._wide)
         targets = [
             _spaced(wide, fold.num_rows, SHORTEST)
@@ -114,10 +116,14 @@ class _Scratch:
             size = max(fold.block_bytes, SHORTEST)
             native.mix(_matrix(level), self._sources[level - 1], self._targets[level], size)
             if fold.block_bytes < SHORTEST and level + 1 < len(FOLDS):
-                start = ctypes.addressof(self._inputs[level])
-                for row, target in enumerate(self._targets[level]):
-                    ctypes.memmove(start + row * fold.block_bytes, target, fold.block_bytes)
+                self._move_together(self._views[level], fold)
         return self._wide.raw[::SHORTEST]
+
+    def _move_together(self, target: memoryview, fold: Fold) -> None:
+        """Not by memmove of ctypes, which gives the interpreter up for each of dozens of moves of a few bytes."""
+        size, wide = fold.block_bytes, self._wide_view
+        for row in range(fold.num_rows):
+            target[row * size : (row + 1) * size] = wide[row * SHORTEST : row * SHORTEST + size]
 
 
 def _spaced(start: int, count: int, step: int) -> list[int]:
