@@ -1,4 +1,4 @@
-"""`python -m keepstep.keeper.reader FD`: checksums of large slots, computed for the keeper in a process that maps them.
+"""`python -m keepstep.keeper.reader FD THREADS`: checksums of large slots, for the keeper, in a process that maps them.
 
 Mapped memory is read once, in place: half the time and half the CPU of reading it through a descriptor. But a page
 that the machine has lost ends whoever touches it (SIGBUS), and pages that are mapped count for the OOM killer. So not
@@ -9,6 +9,7 @@ It serves one request after the other and ends with the keeper, whose end of the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -17,6 +18,7 @@ import struct
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +33,7 @@ MOST_BYTES = 1 << 17
 RUN = 8
 """spans that a thread reads in one go"""
 NICENESS = 10
+"""of whatever reads snapshots: a training that has work for every core goes first"""
 FIRST_TO_DIE = "1000"
 PR_SET_PDEATHSIG = 1
 
@@ -131,11 +134,8 @@ def main(arguments: list[str]) -> None:
     # Also while it is stopped, and does not see that the socket is closed.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(NICENESS)
-    try:
-        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write(FIRST_TO_DIE)  # nothing is lost with it
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_DIE)  # nothing is lost with it
     serve(socket.socket(fileno=int(arguments[0])), int(arguments[1]))
     os._exit(0)
 

@@ -20,6 +20,7 @@ from keepstep.identity import Identity
 from keepstep.keeper import events as e
 from keepstep.keeper.audit import answer, class_digests
 from keepstep.keeper.manifest import RankManifest
+from keepstep.keeper.reader import NICENESS
 from keepstep.keeper.reading import Reading
 from keepstep.keeper.shelf import open_book
 from keepstep.keeper.words import AuditAnswer, ClassDigest
@@ -32,8 +33,6 @@ log = logging.getLogger("keepstep.keeper")
 NO_SEAL = "KEEPSTEP_BENCH_NO_SEAL"
 JOBS = 4
 MOST_THREADS = 32
-NICENESS = 10
-"""of threads that read snapshots: a training that has work for every core goes first"""
 RETRY_PAUSES_S = (0.01, 0.1, 1.0)
 VALUES_SLACK = 1 << 20
 
