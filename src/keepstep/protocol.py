@@ -22,7 +22,7 @@ import msgspec
 from keepstep.errors import KINDS, Error, KeeperError
 from keepstep.types import Incarnation, Version
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAGIC = 0x4B53
 MAX_FRAME_BYTES = 1 << 20
 MAX_FDS = 64
@@ -195,6 +195,20 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
     arena_id: str
     slot: int
     version: Version
+
+
+class Landed(msgspec.Struct, frozen=True, tag=True):
+    """These bytes of a payload are in place before the rest: they may be read, and will not change until a commit.
+
+    A hint: nothing depends on it.
+    """
+
+    arena_id: str
+    slot: int
+    sequence: int
+    """of the trainer header that said WRITING: the same step may be written twice"""
+    ranges: tuple[tuple[int, int], ...]
+    """(begin, end) in the payload, ascending"""
 
 
 class Void(msgspec.Struct, frozen=True, tag=True):
@@ -383,7 +397,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 Message = (
     Hello | Welcome | Refused | Register | Registered | LauncherHello | WantCard | CardIs | Membership
     | WantArena | ArenaGiven | Hold | Held | GiveBack
-    | Adopted | Committed | Void | Complete | Protected | Voided | WantRestore | RestoreFrom | Loaded | Ending | Goodbye
+    | Adopted | Landed | Committed | Void | Complete | Protected | Voided | WantRestore | RestoreFrom | Loaded
+    | Ending | Goodbye
     | WantStatus | StatusIs | WantVerify | Verified | WantArenas | Release | Done
     | WantPlan | PlanIs | WantProcesses | ProcessesAre | CutLinks
 )  # fmt: skip

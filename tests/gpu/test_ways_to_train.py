@@ -181,6 +181,7 @@ def live(run: LocalRun, way: Callable[[], Training], slots: int, truth: dict[int
 
 
 @pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice, given while it compiles
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("way", ANYWHERE + (ON_CUDA if DEVICE == "cuda" else []), ids=lambda way: way.__name__)
 def test_every_life_restores_exactly_what_was_taken(way: Callable[[], Training], slots: int) -> None:

@@ -167,3 +167,25 @@ def test_a_flipped_bit_is_found_in_the_map(run: LocalRun) -> None:
             arena.segment.write(at, bytes([byte ^ 4]))
         assert "chunk 0 of the payload" in run.verify()[0].problem
         snapshots.close(finished=True)
+
+
+def test_what_has_landed_is_read_while_the_rest_is_copied(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Training, "width", 1500)  # 108 MB: the keeper is told three times
+    config = run.config(keeper=KeeperConfig(reader_bytes=1))
+    before = Training(seed=1)
+    with keepstep.Snapshotter(before.state, config) as snapshots:
+        snapshots.restore()
+        for step in range(1, 8):
+            before.step()
+            assert snapshots.take(step).wait(timeout_s=30) >= keepstep.Survives.PROCESS
+        counters = snapshots.status().counters
+        # Each slot is read through its descriptor first; a kept chunk is read once, before or after the commit.
+        assert counters["early_chunks"] >= 3 * 20, counters
+        assert all(not result.problem for result in run.verify())
+        snapshots.close(finished=False)
+    after = Training(seed=2)
+    with keepstep.Snapshotter(after.state, config) as snapshots:
+        restored = snapshots.restore()
+        assert restored is not None
+        assert restored.step == 7
+    assert after.bits() == before.bits()

@@ -252,5 +252,10 @@ def test_a_store_that_came_back_empty_is_told_where_the_job_stands(job: Job) -> 
     assert (a.attendance.why_ended(), c.attendance.why_ended()) == ("", "")
     assert a.attendance.run(lambda store: store.get("board"), timeout_s=5)
     assert job.places("x") == [None]
-    job.agents["b"].die()
+    b = job.agents["b"]
+    deadline = time.monotonic() + 20
+    while not a.attendance.run(lambda store: store.check([f"card/{b.attendance.seat.agent}"]), timeout_s=5):
+        assert time.monotonic() < deadline, "b does not find the new store"
+        time.sleep(0.05)
+    b.die()  # of one that never spoke to this store nothing is known: see Attendance._verdict
     job.wait("a x c", [(2, 0), (2, 1), (2, 2)])

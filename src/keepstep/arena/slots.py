@@ -179,12 +179,13 @@ class Arena:
         pair = self.segment.read(offset, 2 * h.RECORD_BYTES)
         return h.write_pair(record, pair, lambda at, data: self.segment.write(offset + at, data))
 
-    def _write_alone(self, record: h.Record, offset: int) -> None:
+    def _write_alone(self, record: h.Record, offset: int) -> int:
         """As the trainer, whom nobody else writes for: what stands there is read once. It is done in every `take`."""
         known = self._next_copy.get(offset)
         sequence, half = known or h.next_copy(type(record), self.segment.read(offset, 2 * h.RECORD_BYTES))
         self.segment.write(offset + half * h.RECORD_BYTES, h.encode_copy(record, sequence))
         self._next_copy[offset] = (sequence + 1, 1 - half)
+        return sequence
 
     def grant(self) -> Grant | None:
         found = self._read(Grant, GRANT_PAGE)
@@ -210,8 +211,9 @@ class Arena:
     def trainer_header(self, slot: int) -> tuple[int, TrainerHeader] | None:
         return self._read(TrainerHeader, self.slot_offset(slot))
 
-    def write_trainer_header(self, slot: int, header: TrainerHeader) -> None:
-        self._write_alone(header, self.slot_offset(slot))
+    def write_trainer_header(self, slot: int, header: TrainerHeader) -> int:
+        """Returns the sequence of this record."""
+        return self._write_alone(header, self.slot_offset(slot))
 
     def keeper_header(self, slot: int) -> KeeperHeader | None:
         found = self._read(KeeperHeader, self.slot_offset(slot) + PAGE)

@@ -123,6 +123,8 @@ class SlotSealed:
     shares: tuple[ClassDigest, ...] = ()
     """(class, digest) of what the slot holds of state that other nodes hold too"""
     took_s: float = 0.0
+    early_chunks: int = 0
+    """that were read before the commit"""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ MOST_SPANS = 4096
 """in one request: with its answer it fits a datagram"""
 MOST_BYTES = 1 << 17
 RUN = 8
-"""spans that a thread reads in one go"""
+"""the most spans that a thread reads in one go"""
 NICENESS = 10
 """of whatever reads snapshots: a training that has work for every core goes first"""
 FIRST_TO_DIE = "1000"
@@ -110,7 +110,8 @@ class Reader:
         def some(run: list[tuple[int, int]]) -> bytes:
             return b"".join(xxhash.xxh3_128_digest(there[begin : begin + size]) for begin, size in run)
 
-        found = self._pool.map(some, [spans[at : at + RUN] for at in range(0, len(spans), RUN)])
+        run = max(1, min(RUN, len(spans) // (2 * self._threads)))
+        found = self._pool.map(some, [spans[at : at + run] for at in range(0, len(spans), run)])
         return answer_to(request.serial, b"".join(found))
 
 

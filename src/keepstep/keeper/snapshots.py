@@ -78,6 +78,7 @@ def sealed(node: Node, event: e.SlotSealed) -> bool:
             grant.shares[arena.local_index] = event.shares
         node.count("sealed_bytes", event.size_bytes)
         node.count("seal_seconds", event.took_s)
+        node.count("early_chunks", event.early_chunks)
     return True
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 
@@ -19,12 +20,13 @@ from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper import events as e
 from keepstep.keeper.audit import answer, class_digests
+from keepstep.keeper.early import Early
 from keepstep.keeper.manifest import RankManifest
 from keepstep.keeper.reader import NICENESS
 from keepstep.keeper.reading import Reading
 from keepstep.keeper.shelf import open_book
 from keepstep.keeper.words import AuditAnswer, ClassDigest
-from keepstep.protocol import ArenaNeed
+from keepstep.protocol import ArenaNeed, Landed
 from keepstep.types import Version
 
 log = logging.getLogger("keepstep.keeper")
@@ -49,12 +51,17 @@ class Work:
         self._hands = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-hand", initializer=_be_nice)
         """read and checksum for all jobs together"""
         self._reading = Reading(threads, config.reader_bytes)
+        self._early = Early(self._reading.digests)
         self._ending = threading.Event()
         self._allocating = threading.Lock()
         """one arena at a time: two that each fit may not fit together"""
 
     def seal(self, arena: Arena, effect: e.SealSlot) -> None:
         self._pool.submit(lambda: self._answer(self._seal(arena, effect)))
+
+    def landed(self, arena: Arena, landed: Landed) -> None:
+        """Part of a slot that is still being written."""
+        self._early.landed(arena, landed.slot, landed.sequence, landed.ranges)
 
     def verify(self, arena: Arena, effect: e.VerifySlot) -> None:
         self._pool.submit(lambda: self._answer(self._verify(arena, effect)))
@@ -84,6 +91,7 @@ class Work:
     def forget(self, arena_id: str) -> None:
         """Nothing may hold the memory of an arena that is given up. Not at once: the loop waits for nobody."""
         self._reading.drop(arena_id)
+        self._early.forget(arena_id)
         self._pool.submit(self._reading.forget, arena_id)
 
     def tend(self) -> None:
@@ -93,10 +101,11 @@ class Work:
         self._ending.set()
         self._reading.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._early.close()  # a seal waits for it
         self._hands.shutdown(wait=True, cancel_futures=True)
 
     def _seal(self, arena: Arena, effect: e.SealSlot) -> e.SlotSealed:
-        started = time.monotonic()
+        started, early = time.monotonic(), Counter[int]()
         try:
             sealed = arena.sealed(effect.slot)
             if sealed is None or effect.version not in (None, sealed.version):
@@ -111,20 +120,26 @@ class Work:
                 if os.environ.get(NO_SEAL):
                     return _unsealed(arena, effect, version)
                 wanted = version
-                sealed = self._again(lambda: self._seal_slot(arena, effect.slot, wanted))
+                sealed = self._again(lambda: self._seal_slot(arena, effect.slot, wanted, early))
         except Exception as error:
             return e.SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, str(error) or repr(error))
         trainer, shares = sealed.trainer, self._shares(arena, effect.slot)
         return e.SlotSealed(
             arena.arena_id, effect.slot, trainer.version, trainer.rank, trainer.world_size,
             trainer.local_world_size, snapshot_bytes(trainer), shares=shares, took_s=time.monotonic() - started,
+            early_chunks=early[effect.slot],
         )  # fmt: skip
 
     def _verify(self, arena: Arena, effect: e.VerifySlot) -> e.SlotVerified:
         return e.SlotVerified(arena.arena_id, effect.slot, effect.version, self._problem(arena, effect.slot))
 
-    def _seal_slot(self, arena: Arena, slot: int, version: Version) -> SealedSlot:
-        return checksum.seal(arena, slot, version, self._digests)
+    def _seal_slot(self, arena: Arena, slot: int, version: Version, early: Counter[int]) -> SealedSlot:
+        def known(arena: Arena, slot: int, sequence: int) -> dict[int, bytes]:
+            found = self._early.known(arena, slot, sequence)
+            early[slot] += len(found)
+            return found
+
+        return checksum.seal(arena, slot, version, self._digests, known)
 
     def _digests(self, arena: Arena, slot: int, chunks: list[Chunk]) -> bytes:
         found = self._reading.digests(arena, slot, chunks)

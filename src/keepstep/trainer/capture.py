@@ -31,6 +31,7 @@ from keepstep.trainer.checks import Checks
 from keepstep.trainer.coding import Coded
 from keepstep.trainer.copies import CopyPlan, Parts
 from keepstep.trainer.fence import Fence, Gate
+from keepstep.trainer.landing import Ranges
 from keepstep.trainer.lanes import Lanes
 from keepstep.trainer.leaving import PIECE_BYTES, Departure
 from keepstep.trainer.prints import frame
@@ -55,6 +56,8 @@ class Job:
     view: ArenaView
     slot: int
     header: TrainerHeader
+    sequence: int
+    """of that header in the arena"""
     plan: CopyPlan
     parts: Parts
     gates: dict[int, Gate]
@@ -83,7 +86,7 @@ class Spent:
 
 
 class Capture:
-    """Runs captures one at a time, in order. `committed` and `voided` are called from the copy thread."""
+    """Runs captures one at a time, in order. `landed`, `committed` and `voided` are called from its threads."""
 
     def __init__(
         self,
@@ -91,11 +94,12 @@ class Capture:
         config: TakeConfig,
         fence: Fence,
         *,
+        landed: Callable[[Job, Ranges], None],
         committed: Callable[[Job], None],
         voided: Callable[[Job, str], None],
     ) -> None:
         self._place, self._config, self._fence = place, config, fence
-        self._committed, self._voided = committed, voided
+        self._landed, self._committed, self._voided = landed, committed, voided
         # Two may be in flight, and the thread may have begun neither: one that was staged whole has no gate to wait at.
         self._queue: queue.Queue[Job | None] = queue.Queue(maxsize=2)
         self._copied: queue.Queue[tuple[Job, str] | None] = queue.Queue(maxsize=2)
@@ -153,11 +157,11 @@ class Capture:
             self._place.local_world_size, h.INEXACT if inexact else 0, version, len(plan.encoded), len(values),
             plan.payload_bytes, plan.layout_digest, time.time(), plan.layout.shared_offset,
         )  # fmt: skip
-        arena.write_trainer_header(slot, header)
+        sequence = arena.write_trainer_header(slot, header)
         arena.segment.write(arena.values_span(slot).offset, values)
         view.write_layout(slot, plan)
         gates = {index: Gate() for index in parts.owners}
-        job = Job(version, view, slot, header, plan, parts, gates, self._check(plan, parts), look=look)
+        job = Job(version, view, slot, header, sequence, plan, parts, gates, self._check(plan, parts), look=look)
         self._copy_eager(job, parts.small, "small")
         self._copy_eager(job, parts.eager, "eager")
         self._gather_now(job)
@@ -316,7 +320,7 @@ class Capture:
         targets = job.view.targets(job.slot, job.plan, units)
         held: list[int] = []
         """optimizers that may write once everything was compared"""
-        for unit, target in zip(units, targets, strict=True):
+        for at, (unit, target) in enumerate(zip(units, targets, strict=True)):
             if isinstance(unit, Coded):
                 faults.point("capture.copy")
                 unit.compute(target)
@@ -328,6 +332,8 @@ class Capture:
                     held.append(index)
                 else:
                     passed(index)
+            if not job.departures and at in job.parts.landing:
+                self._landed(job, job.parts.landing[at])
         if held:
             self._compare_in_full(job, units, targets)
         for index in held:
@@ -388,8 +394,10 @@ class Capture:
 
     def _land(self, job: Job) -> str:
         """Wait until all of it is there. Returns why the snapshot is void, if it is."""
+        # What `take` has cloned on another device lands beside it: then nothing is known to be whole.
+        landed = partial(self._landed, job) if len(job.departures) == 1 else lambda _: None
         for departure in job.departures:
-            moved, took_s = departure.finish()
+            moved, took_s = departure.finish(landed)
             self.spent.copied_bytes += moved
             self.spent.copy_s += took_s
         return job.void or next((g.broken for g in job.gates.values() if g.broken), "") or self._compare(job)

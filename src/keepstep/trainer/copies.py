@@ -10,6 +10,7 @@ is computed on the way (coding.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,6 +21,7 @@ from keepstep.trainer.blocks import Block, Blocks, Shared
 from keepstep.trainer.coding import Coded, coded_units
 from keepstep.trainer.fence import Watched
 from keepstep.trainer.gather import Gathered, gather
+from keepstep.trainer.landing import Ranges, marks
 from keepstep.trainer.ranges import cut, gaps, runs
 from keepstep.trainer.units import Unit
 
@@ -42,6 +44,8 @@ class Parts:
     gathered: dict[torch.device, list[Gathered]] = field(default_factory=dict)
     gathered_now: list[Gathered] = field(default_factory=list)
     """of devices, inside `take`"""
+    landing: dict[int, Ranges] = field(default_factory=dict)
+    """by index in `lazy_on_host`, where all comes from the host: what is whole behind this one"""
 
     @cached_property
     def lazy_on_host(self) -> list[Unit | Coded]:
@@ -103,7 +107,13 @@ class CopyPlan:
                 (fenced if waits else loose).setdefault(unit.device, []).append(unit)
         parts.gathered = {device: gather(units) for device, units in fenced.items()}
         parts.gathered_now = [one for units in loose.values() for one in gather(units)]
+        if not parts.devices:
+            parts.landing = self.landing([(unit.offset, unit.size_bytes) for unit in parts.lazy_on_host])
         return parts
+
+    def landing(self, copies: Sequence[tuple[int, int]]) -> dict[int, Ranges]:
+        """What is whole in the payload, copy after copy."""
+        return marks(copies, self.payload_bytes, self.layout.shared_offset)
 
 
 def plan_copies(blocks: Blocks, watched: list[Watched], small_bytes: int) -> CopyPlan:

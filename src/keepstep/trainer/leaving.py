@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -24,6 +24,7 @@ from keepstep import faults
 from keepstep.parity import device as parity
 from keepstep.trainer.coded_runs import CodedRun
 from keepstep.trainer.gather import Gathered
+from keepstep.trainer.landing import Ranges
 from keepstep.trainer.split import Split
 
 log = logging.getLogger("keepstep")
@@ -42,6 +43,10 @@ class Piece:
     @property
     def size_bytes(self) -> int:
         return self.target.numel()
+
+    def place_in(self, payload: torch.Tensor) -> tuple[int, int]:
+        """Offset and size."""
+        return self.target.data_ptr() - payload.data_ptr(), self.size_bytes
 
     def leave(self, lane: Lane) -> None:
         """Queue the copy to the host on the current stream; parity is computed on the way."""
@@ -69,6 +74,8 @@ class Cargo:
     payload: torch.Tensor
     gathered: Sequence[Gathered]
     pieces: Sequence[Piece]
+    landing: dict[int, Ranges] = field(default_factory=dict)
+    """by index of a piece: what is whole in the payload behind it"""
 
     @cached_property
     def size_bytes(self) -> int:
@@ -157,6 +164,8 @@ class Departure:
         """by optimizer: the ends of what reads the tensors that it writes"""
         self._looked = self._started = self._left = self._done = _timer()
         self._hooked: torch.cuda.Event | None = None
+        self._marks: list[tuple[torch.cuda.Event, Ranges]] = []
+        """in the order in which they are passed"""
 
     @property
     def owners(self) -> frozenset[int]:
@@ -181,12 +190,14 @@ class Departure:
                 piece.leave(self.lane)
                 pace(piece.size_bytes)
                 self._read_until_here(ends.get(index, ()), passed)
+                self._mark(index)
             self._left = stream.record_event(_timer())
-            for cloned, target, clone in clones:
+            for index, (cloned, target, clone) in enumerate(clones, len(self._direct)):
                 stream.wait_event(cloned)
                 faults.point("capture.copy")
                 target.copy_(clone, non_blocking=True)
-            self._done = stream.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
+                self._mark(index)
+            self._done = stream.record_event(_waited_for())
         if clones:
             self.lane.vacant = self._done
 
@@ -225,6 +236,10 @@ class Departure:
                 self._reads[owner].append(event)
                 passed(owner)
 
+    def _mark(self, index: int) -> None:
+        if index in self._cargo.landing:
+            self._marks.append((self.lane.stream.record_event(_waited_for()), self._cargo.landing[index]))
+
     # On the training thread
 
     def overtake(self, owner: int) -> None:
@@ -237,8 +252,11 @@ class Departure:
 
     # On the thread that commits
 
-    def finish(self) -> tuple[int, float]:
+    def finish(self, landed: Callable[[Ranges], None]) -> tuple[int, float]:
         """Wait until everything has landed, and learn from it. Returns the direct bytes and the seconds they took."""
+        for event, ranges in self._marks:
+            event.synchronize()
+            landed(ranges)
         self._done.synchronize()
         self._looked.synchronize()
         direct_bytes = sum(piece.size_bytes for piece in self._direct)
@@ -259,6 +277,11 @@ class Departure:
 
     def _at_s(self, event: torch.cuda.Event) -> float:
         return float(self.begin.elapsed_time(event)) / 1000
+
+
+def _waited_for() -> torch.cuda.Event:
+    """By a thread that sleeps meanwhile."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def _timer() -> torch.cuda.Event:

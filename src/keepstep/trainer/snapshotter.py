@@ -24,6 +24,7 @@ from keepstep.protocol import (
     Committed,
     Complete,
     Done,
+    Landed,
     Loaded,
     Protected,
     Void,
@@ -33,6 +34,7 @@ from keepstep.trainer import sizing
 from keepstep.trainer.capture import Capture, Job
 from keepstep.trainer.fence import Fence
 from keepstep.trainer.items import MODULE, OPTIMIZER, STATEFUL, Items, unwrap_optimizer
+from keepstep.trainer.landing import Ranges
 from keepstep.trainer.link import Link, Listeners
 from keepstep.trainer.loading import Loading
 from keepstep.trainer.memory import Memory
@@ -81,8 +83,9 @@ class Snapshotter:
         optimizers = [(item.path, unwrap_optimizer(item.thing)) for item in self._items.of(OPTIMIZER)]
         self._fence = Fence(optimizers, [item.thing for item in self._items.of(MODULE)])
         self._capture = Capture(
-            self._place, self.config.take, self._fence, committed=self._on_committed, voided=self._on_void
-        )
+            self._place, self.config.take, self._fence,
+            landed=self._on_landed, committed=self._on_committed, voided=self._on_void,
+        )  # fmt: skip
         self._sharing = self._find_sharing()
         self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
         self._survey = Survey(
@@ -270,6 +273,9 @@ class Snapshotter:
         return PendingSnapshot(step, reason=reason)
 
     # From other threads
+
+    def _on_landed(self, job: Job, ranges: Ranges) -> None:
+        self._link.mention(Landed(job.view.arena.arena_id, job.slot, job.sequence, ranges))
 
     def _on_committed(self, job: Job) -> None:
         self._link.say(Committed(job.view.arena.arena_id, job.slot, job.version))

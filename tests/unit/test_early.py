@@ -1,0 +1,192 @@
+"""Chunks that are checksummed before the commit: taken for that one writing of the slot, and for no other."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from keepstep.arena import checksum
+from keepstep.arena import header as h
+from keepstep.arena.chunks import Chunk
+from keepstep.arena.header import TrainerHeader
+from keepstep.arena.slots import CHUNK_BYTES, Arena, plan_header
+from keepstep.errors import IntegrityError
+from keepstep.keeper.early import MOST_WAITING, Early
+from keepstep.layout import Layout, digest
+from keepstep.protocol import ArenaNeed
+from keepstep.types import Incarnation, Version
+
+PAYLOAD = 5 * CHUNK_BYTES + 1000
+SHARED = 2 * CHUNK_BYTES + 64
+LAYOUT = Layout((), ()).encode()
+ALL = ((0, PAYLOAD),)
+
+
+class Trainer:
+    """What a trainer writes into its slot, and when."""
+
+    def __init__(self) -> None:
+        need = ArenaNeed(len(LAYOUT), 100, PAYLOAD)
+        self.arena = Arena.create(
+            plan_header(need, slots=2, local_index=0, run_id="r", node_id="n", instance=bytes(16))
+        )
+        self.read: list[int] = []
+        """chunks by offset in the payload, as they were read"""
+
+    def begin(self, step: int, slot: int = 0) -> Version:
+        version = Version(Incarnation(1, 7), step)
+        self.header = TrainerHeader(
+            h.WRITING, 0, 1, 0, 1, 0, version, len(LAYOUT), 10, PAYLOAD, digest(LAYOUT), time.time(), SHARED
+        )
+        self.sequence = self.arena.write_trainer_header(slot, self.header)
+        self.arena.segment.write(self.arena.layout_span(slot).offset, LAYOUT)
+        self.arena.segment.write(self.arena.payload_span(slot).offset, os.urandom(PAYLOAD))
+        return version
+
+    def commit(self, slot: int = 0) -> None:
+        self.arena.write_trainer_header(slot, replace(self.header, state=h.COMMITTED))
+
+    def flip(self, at: int, slot: int = 0) -> None:
+        where = self.arena.payload_span(slot).offset + at
+        (byte,) = self.arena.segment.read(where, 1)
+        self.arena.segment.write(where, bytes([byte ^ 1]))
+
+    def digests(self, arena: Arena, slot: int, chunks: list[Chunk]) -> bytes:
+        self.read += [chunk.span.offset - arena.payload_span(slot).offset for chunk in chunks]
+        return checksum.read_digests(arena, slot, chunks)
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    made = Trainer()
+    yield made
+    made.arena.close()
+
+
+@pytest.fixture
+def early(trainer: Trainer) -> Iterator[Early]:
+    made = Early(trainer.digests)
+    yield made
+    made.close()
+
+
+def seal(trainer: Trainer, early: Early, version: Version) -> list[int]:
+    """Returns what was read for it, by offset in the payload."""
+    before = len(trainer.read)
+    checksum.seal(trainer.arena, 0, version, trainer.digests, early.known)
+    return [at for at in trainer.read[before:] if at >= 0]
+
+
+def test_what_has_landed_is_not_read_again(trainer: Trainer, early: Early) -> None:
+    version = trainer.begin(1)
+    early.landed(trainer.arena, 0, trainer.sequence, ((0, CHUNK_BYTES), (SHARED, SHARED + 2 * CHUNK_BYTES)))
+    trainer.commit()
+    left = [CHUNK_BYTES, 2 * CHUNK_BYTES, SHARED + 2 * CHUNK_BYTES, SHARED + 3 * CHUNK_BYTES]
+    assert seal(trainer, early, version)[-len(left) :] == left
+    assert len(trainer.read) == len(set(trainer.read))
+    checksum.verify(trainer.arena, 0)
+
+
+def test_a_word_that_comes_after_the_commit_is_good_too(trainer: Trainer, early: Early) -> None:
+    version = trainer.begin(1)
+    trainer.commit()
+    early.landed(trainer.arena, 0, trainer.sequence, ALL)
+    checksum.seal(trainer.arena, 0, version, trainer.digests, early.known)
+    assert len([at for at in trainer.read if at >= 0]) == len({at for at in trainer.read if at >= 0})
+    checksum.verify(trainer.arena, 0)
+
+
+def test_the_same_version_written_again_is_read_again(trainer: Trainer, early: Early) -> None:
+    """A snapshot that was void, and the same step in the same slot once more."""
+    version = trainer.begin(1)
+    early.landed(trainer.arena, 0, trainer.sequence, ALL)
+    assert trainer.begin(1) == version
+    trainer.commit()
+    seal(trainer, early, version)
+    checksum.verify(trainer.arena, 0)
+
+
+@pytest.mark.parametrize("ahead", [-2, -1, 1, 2])
+def test_words_about_another_writing_are_not_taken(trainer: Trainer, early: Early, ahead: int) -> None:
+    version = trainer.begin(2)
+    early.landed(trainer.arena, 0, trainer.sequence + ahead, ALL)
+    early.known(trainer.arena, 1, 0)  # until it is read
+    trainer.commit()
+    assert len(seal(trainer, early, version)) >= 6
+    checksum.verify(trainer.arena, 0)
+
+
+def test_a_trainer_that_speaks_too_soon_is_found_out(trainer: Trainer, early: Early) -> None:
+    version = trainer.begin(1)
+    early.landed(trainer.arena, 0, trainer.sequence, ALL)
+    early.known(trainer.arena, 1, 0)  # until it is read
+    trainer.flip(SHARED + 5)
+    trainer.commit()
+    seal(trainer, early, version)
+    with pytest.raises(IntegrityError, match="chunk 0 of the shared payload"):
+        checksum.verify(trainer.arena, 0)
+
+
+def test_a_sealed_slot_is_verified_from_its_bytes_and_not_from_what_was_known(trainer: Trainer, early: Early) -> None:
+    version = trainer.begin(1)
+    early.landed(trainer.arena, 0, trainer.sequence, ALL)
+    trainer.commit()
+    seal(trainer, early, version)
+    early.landed(trainer.arena, 0, trainer.sequence, ALL)
+    early.known(trainer.arena, 1, 0)
+    trainer.flip(5)
+    with pytest.raises(IntegrityError, match="chunk 0 of the payload"):
+        checksum.seal(trainer.arena, 0, version, trainer.digests, early.known)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [((-5, -1),), ((PAYLOAD, 2 * PAYLOAD),), ((0, 2**70),), ((5, 0),), ALL * 1000, ((1, CHUNK_BYTES),), ()],
+    ids=["negative", "beyond", "huge", "backwards", "repeated", "unaligned", "none"],
+)
+def test_ranges_that_make_no_sense_do_no_harm(
+    trainer: Trainer, early: Early, ranges: tuple[tuple[int, int], ...]
+) -> None:
+    version = trainer.begin(1)
+    early.landed(trainer.arena, 0, trainer.sequence, ranges)
+    trainer.commit()
+    seal(trainer, early, version)
+    assert len(trainer.read) <= 9
+    checksum.verify(trainer.arena, 0)
+
+
+def raising(error: Exception) -> Callable[[Arena, int, list[Chunk]], bytes | None]:
+    def read(arena: Arena, slot: int, chunks: list[Chunk]) -> bytes | None:
+        raise error
+
+    return read
+
+
+@pytest.mark.parametrize("read", [lambda *_: None, raising(OSError("gone")), raising(MemoryError())])
+def test_when_it_cannot_be_read_early_the_seal_reads_it(
+    trainer: Trainer, read: Callable[[Arena, int, list[Chunk]], bytes | None]
+) -> None:
+    early = Early(read)
+    version = trainer.begin(1)
+    early.landed(trainer.arena, 0, trainer.sequence, ALL)
+    trainer.commit()
+    assert len(seal(trainer, early, version)) >= 6
+    checksum.verify(trainer.arena, 0)
+    early.close()
+
+
+def test_a_flood_of_words_waits_nowhere(trainer: Trainer) -> None:
+    def slowly(arena: Arena, slot: int, chunks: list[Chunk]) -> bytes | None:
+        time.sleep(0.05)
+        return None
+
+    early = Early(slowly)
+    trainer.begin(1)
+    for _ in range(2 * MOST_WAITING):
+        early.landed(trainer.arena, 0, trainer.sequence, ALL)
+    assert early._thread._work_queue.qsize() <= MOST_WAITING
+    early.close()
