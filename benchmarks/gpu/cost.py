@@ -20,6 +20,7 @@ from limit import Ring, open_ring
 from measuring import Block, Device, Saving, lost_in, median, run_block, spread, without_numbers
 from results import Results, say
 from sizes import Cadence, Sizes
+from stages import Stages
 from timeline import Timeline
 from workloads import Workload
 
@@ -40,6 +41,7 @@ class Saver:
         self._pending: list[keepstep.PendingSnapshot] = []
         self._num_begun = 0
         self.timeline = Timeline(snapshots)
+        self.stages = Stages(snapshots)
 
     def save(self) -> bool:
         self.step += 1
@@ -123,6 +125,7 @@ class Cost:
     def cadence(self, cadence: Cadence) -> None:
         before = self.saver.counters()
         self.saver.timeline.clear()
+        self.saver.stages.clear()
         blocks, alone, ends = self._interleave(cadence, self.saving(cadence.every), settle=True)
         after = self.saver.counters()
         counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
@@ -132,6 +135,7 @@ class Cost:
             "counters": counters,
             "rate_bytes_s": _rate(counters),
             "timeline": self.saver.timeline.summary(),
+            "stages": self.saver.stages.summary(),
             "split": self.saver.split(),
             "device_memory": self.device.memory(),
         }
@@ -143,6 +147,7 @@ class Cost:
         take_s: list[float] = []
         hook_s: list[float] = []
         ends: list[dict[str, Any]] = []
+        self.saver.stages.clear()
         for _ in range(num_snapshots):
             self.device.synchronize()
             start = time.perf_counter()
@@ -159,6 +164,7 @@ class Cost:
         held_s = [a + b for a, b in zip(take_s, hook_s, strict=True)]
         complete = sum(end["complete"] for end in ends)
         value = {"take": spread(take_s), "hook": spread(hook_s), "held": spread(held_s), "complete": complete}
+        value["stages"] = self.saver.stages.summary()
         self.put("quiet", value=value)
         say(f"{self.key}: quiet, take and hook {1e3 * value['held'].get('median_s', 0):.3f} ms, {complete} complete")
 

@@ -269,6 +269,9 @@ def _print_cadences(name: str, found: Found) -> None:
                 f"{rate / 1e9:.1f}" if rate else "-",
             ]
         )  # fmt: skip
+        took_s = sorted(one.get("stages", {}).items(), key=lambda stage: -stage[1])
+        if took_s:
+            rows.append(["", "take: " + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in took_s) + " ms"])
         stretches = {name: one["timeline"][name] for name in one.get("timeline", {}) if name.endswith("_s")}
         if stretches:
             told = [f"{name[:-2].replace('_', ' ')} {_ms(value['median'])}" for name, value in stretches.items()]

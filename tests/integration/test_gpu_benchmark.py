@@ -70,6 +70,7 @@ def test_cost_of_snapshots_is_measured_beside_the_limit_and_other_ways(tmp_path:
     assert measures["every-step"]["memory"]["slots"] == 4
     assert measures["keepstep"]["crowd"]["rounds_s"][1] > 0
     assert measures["keepstep"]["cadences"]["2"]["timeline"]["snapshots"] > 0
+    assert measures["keepstep"]["cadences"]["2"]["stages"]["capture.begin"] > 0
     assert "9" in json.loads(out.read_text())["parts"], "parts that were there before are kept"
 
 

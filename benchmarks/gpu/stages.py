@@ -1,0 +1,57 @@
+"""Where the time of `take` goes: its stages, by wrapping what it calls. A stage may lie inside another one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import keepstep
+
+STAGES = (
+    ("_memory", "note_progress"),
+    ("_capture", "suspect"),
+    ("", "_grant"),
+    ("_survey", "at"),
+    ("_survey._reader", "read"),
+    ("_survey._reader._globals", "read"),
+    ("_survey", "_is_known"),
+    ("_capture", "begin"),
+    ("_capture", "_check"),
+    ("_capture", "_copy_eager"),
+    ("_capture", "_gather_now"),
+    ("_capture", "_depart"),
+    ("_fence", "arm"),
+)
+"""(where it hangs in a Snapshotter, its name)"""
+
+
+class Stages:
+    """Of one Snapshotter; counts from the last `clear`."""
+
+    def __init__(self, snapshots: keepstep.Snapshotter) -> None:
+        self._took_s: dict[str, list[float]] = {}
+        for where, name in STAGES:
+            thing: Any = snapshots
+            for part in where.split(".") if where else ():
+                thing = getattr(thing, part)
+            self._wrap(thing, name, f"{where.replace('_', '')}.{name}".lstrip("._"))
+
+    def clear(self) -> None:
+        self._took_s.clear()
+
+    def summary(self) -> dict[str, float]:
+        """Median seconds by stage, over all times that it was passed."""
+        return {name: statistics.median(took_s) for name, took_s in list(self._took_s.items())}
+
+    def _wrap(self, thing: Any, name: str, label: str) -> None:
+        call = getattr(thing, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._took_s.setdefault(label, []).append(time.perf_counter() - start)
+
+        setattr(thing, name, wrapped)
