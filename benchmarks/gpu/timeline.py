@@ -14,6 +14,7 @@ from typing import Any
 
 import keepstep
 
+MOST_TRACED = 100
 STAGES = ("taken", "landed", "compared", "committed", "complete")
 
 
@@ -23,6 +24,7 @@ class Timeline:
     def __init__(self, snapshots: keepstep.Snapshotter) -> None:
         self._seen: dict[int, dict[str, float]] = {}
         capture, waiting = snapshots._capture, snapshots._waiting
+        self._before(snapshots, "_take", lambda args: args[0], "asked")
         self._after(capture, "begin", lambda args: args[2].step, "taken")
         self._before(capture, "_compare", lambda args: args[0].version.step, "landed")
         self._after(capture, "_compare", lambda args: args[0].version.step, "compared")
@@ -41,7 +43,14 @@ class Timeline:
             if seconds:
                 name = f"{before}_to_{after}_s"
                 found[name] = {"median": statistics.median(seconds), "max": max(seconds)}
+        found["trace_ms"] = self._trace()
         return found
+
+    def _trace(self) -> dict[str, dict[str, int]]:
+        """Of each step that was asked for: when each stage was reached, from the first on."""
+        seen = sorted(dict(self._seen).items())[:MOST_TRACED]
+        start = min((min(times.values()) for _, times in seen), default=0.0)
+        return {str(step): {stage: round(1e3 * (at - start)) for stage, at in times.items()} for step, times in seen}
 
     def _note(self, step: int, stage: str) -> None:
         self._seen.setdefault(step, {})[stage] = time.perf_counter()

@@ -11,6 +11,7 @@ import bisect
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Writing:
     """of the payload, in order"""
     found: dict[int, bytes] = field(default_factory=dict)
     """by the offset of the chunk"""
+    read_s: float = 0.0
 
 
 class Early:
@@ -54,8 +56,8 @@ class Early:
         if self._waiting.acquire(blocking=False):
             self._thread.submit(self._landed, arena, slot, sequence, ranges)
 
-    def known(self, arena: Arena, slot: int, committed: int) -> dict[int, bytes]:
-        """Checksums by offset, of the writing whose commit has this sequence. Waits for what is being read."""
+    def known(self, arena: Arena, slot: int, committed: int) -> Writing:
+        """What was read of the writing whose commit has this sequence. Waits for what is being read."""
         return self._thread.submit(self._take, arena.arena_id, slot, committed - 1).result()
 
     def forget(self, arena_id: str) -> None:
@@ -73,7 +75,9 @@ class Early:
             if writing is None or not _in_order(ranges):
                 return
             chunks = [chunk for begin, end in ranges for chunk in _inside(writing.chunks, arena, slot, begin, end)]
+            started = time.monotonic()
             digests = self._read(arena, slot, chunks) if chunks else None
+            writing.read_s += time.monotonic() - started
             for at, chunk in enumerate(chunks if digests else ()):
                 assert digests is not None
                 writing.found[chunk.span.offset] = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
@@ -93,9 +97,9 @@ class Early:
             self._writings[key] = Writing(sequence, payload)
         return self._writings[key]
 
-    def _take(self, arena_id: str, slot: int, sequence: int) -> dict[int, bytes]:
+    def _take(self, arena_id: str, slot: int, sequence: int) -> Writing:
         writing = self._writings.pop((arena_id, slot), None)
-        return writing.found if writing is not None and writing.sequence == sequence else {}
+        return writing if writing is not None and writing.sequence == sequence else Writing(sequence, [])
 
     def _forget(self, arena_id: str) -> None:
         self._writings = {key: writing for key, writing in self._writings.items() if key[0] != arena_id}

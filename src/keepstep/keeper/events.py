@@ -124,7 +124,8 @@ class SlotSealed:
     """(class, digest) of what the slot holds of state that other nodes hold too"""
     took_s: float = 0.0
     early_chunks: int = 0
-    """that were read before the commit"""
+    """that were read before the commit, in `early_s`"""
+    early_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ def sealed(node: Node, event: e.SlotSealed) -> bool:
         node.count("sealed_bytes", event.size_bytes)
         node.count("seal_seconds", event.took_s)
         node.count("early_chunks", event.early_chunks)
+        node.count("early_seconds", event.early_s)
     return True
 
 

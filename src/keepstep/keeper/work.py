@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 
@@ -20,7 +19,7 @@ from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper import events as e
 from keepstep.keeper.audit import answer, class_digests
-from keepstep.keeper.early import Early
+from keepstep.keeper.early import Early, Writing
 from keepstep.keeper.manifest import RankManifest
 from keepstep.keeper.reader import NICENESS
 from keepstep.keeper.reading import Reading
@@ -105,7 +104,7 @@ class Work:
         self._hands.shutdown(wait=True, cancel_futures=True)
 
     def _seal(self, arena: Arena, effect: e.SealSlot) -> e.SlotSealed:
-        started, early = time.monotonic(), Counter[int]()
+        started, early = time.monotonic(), list[Writing]()
         try:
             sealed = arena.sealed(effect.slot)
             if sealed is None or effect.version not in (None, sealed.version):
@@ -127,17 +126,16 @@ class Work:
         return e.SlotSealed(
             arena.arena_id, effect.slot, trainer.version, trainer.rank, trainer.world_size,
             trainer.local_world_size, snapshot_bytes(trainer), shares=shares, took_s=time.monotonic() - started,
-            early_chunks=early[effect.slot],
+            early_chunks=sum(len(writing.found) for writing in early), early_s=sum(writing.read_s for writing in early),
         )  # fmt: skip
 
     def _verify(self, arena: Arena, effect: e.VerifySlot) -> e.SlotVerified:
         return e.SlotVerified(arena.arena_id, effect.slot, effect.version, self._problem(arena, effect.slot))
 
-    def _seal_slot(self, arena: Arena, slot: int, version: Version, early: Counter[int]) -> SealedSlot:
+    def _seal_slot(self, arena: Arena, slot: int, version: Version, early: list[Writing]) -> SealedSlot:
         def known(arena: Arena, slot: int, sequence: int) -> dict[int, bytes]:
-            found = self._early.known(arena, slot, sequence)
-            early[slot] += len(found)
-            return found
+            early.append(self._early.known(arena, slot, sequence))
+            return dict(early[-1].found)
 
         return checksum.seal(arena, slot, version, self._digests, known)
 
