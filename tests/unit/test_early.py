@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -74,6 +75,11 @@ def early(trainer: Trainer) -> Iterator[Early]:
     made.close()
 
 
+def until_read(early: Early) -> None:
+    with early._changed:
+        assert early._changed.wait_for(lambda: not early._words and early._reading is None, 10)
+
+
 def seal(trainer: Trainer, early: Early, version: Version) -> list[int]:
     """Returns what was read for it, by offset in the payload."""
     before = len(trainer.read)
@@ -84,6 +90,7 @@ def seal(trainer: Trainer, early: Early, version: Version) -> list[int]:
 def test_what_has_landed_is_not_read_again(trainer: Trainer, early: Early) -> None:
     version = trainer.begin(1)
     early.landed(trainer.arena, 0, trainer.sequence, ((0, CHUNK_BYTES), (SHARED, SHARED + 2 * CHUNK_BYTES)))
+    until_read(early)
     trainer.commit()
     left = [CHUNK_BYTES, 2 * CHUNK_BYTES, SHARED + 2 * CHUNK_BYTES, SHARED + 3 * CHUNK_BYTES]
     assert seal(trainer, early, version)[-len(left) :] == left
@@ -95,6 +102,7 @@ def test_a_word_that_comes_after_the_commit_is_good_too(trainer: Trainer, early:
     version = trainer.begin(1)
     trainer.commit()
     early.landed(trainer.arena, 0, trainer.sequence, ALL)
+    until_read(early)
     checksum.seal(trainer.arena, 0, version, trainer.digests, lambda *at: early.known(*at).found)
     assert len([at for at in trainer.read if at >= 0]) == len({at for at in trainer.read if at >= 0})
     checksum.verify(trainer.arena, 0)
@@ -114,7 +122,7 @@ def test_the_same_version_written_again_is_read_again(trainer: Trainer, early: E
 def test_words_about_another_writing_are_not_taken(trainer: Trainer, early: Early, ahead: int) -> None:
     version = trainer.begin(2)
     early.landed(trainer.arena, 0, trainer.sequence + ahead, ALL)
-    early.known(trainer.arena, 1, 0)  # until it is read
+    until_read(early)
     trainer.commit()
     assert len(seal(trainer, early, version)) >= 6
     checksum.verify(trainer.arena, 0)
@@ -123,7 +131,7 @@ def test_words_about_another_writing_are_not_taken(trainer: Trainer, early: Earl
 def test_a_trainer_that_speaks_too_soon_is_found_out(trainer: Trainer, early: Early) -> None:
     version = trainer.begin(1)
     early.landed(trainer.arena, 0, trainer.sequence, ALL)
-    early.known(trainer.arena, 1, 0)  # until it is read
+    until_read(early)
     trainer.flip(SHARED + 5)
     trainer.commit()
     seal(trainer, early, version)
@@ -137,7 +145,7 @@ def test_a_sealed_slot_is_verified_from_its_bytes_and_not_from_what_was_known(tr
     trainer.commit()
     seal(trainer, early, version)
     early.landed(trainer.arena, 0, trainer.sequence, ALL)
-    early.known(trainer.arena, 1, 0)
+    until_read(early)
     trainer.flip(5)
     with pytest.raises(IntegrityError, match="chunk 0 of the payload"):
         checksum.seal(trainer.arena, 0, version, trainer.digests, lambda *at: early.known(*at).found)
@@ -153,6 +161,7 @@ def test_ranges_that_make_no_sense_do_no_harm(
 ) -> None:
     version = trainer.begin(1)
     early.landed(trainer.arena, 0, trainer.sequence, ranges)
+    until_read(early)
     trainer.commit()
     seal(trainer, early, version)
     assert len(trainer.read) <= 9
@@ -188,5 +197,38 @@ def test_a_flood_of_words_waits_nowhere(trainer: Trainer) -> None:
     trainer.begin(1)
     for _ in range(2 * MOST_WAITING):
         early.landed(trainer.arena, 0, trainer.sequence, ALL)
-    assert early._thread._work_queue.qsize() <= MOST_WAITING
+    assert len(early._words) <= MOST_WAITING
     early.close()
+
+
+def test_a_seal_does_not_wait_for_what_has_landed_of_others(trainer: Trainer) -> None:
+    """The next snapshot lands while this one is sealed; reading that takes as long as copying it."""
+    let, began = threading.Event(), threading.Event()
+
+    def slowly(arena: Arena, slot: int, chunks: list[Chunk]) -> bytes | None:
+        began.set()
+        let.wait(10)
+        return trainer.digests(arena, slot, chunks)
+
+    early = Early(slowly)
+    trainer.begin(2, slot=1)
+    early.landed(trainer.arena, 1, trainer.sequence, ALL)
+    assert began.wait(10)
+    version = trainer.begin(1)
+    early.landed(trainer.arena, 0, trainer.sequence, ALL)
+    trainer.commit()
+    with early.standing_back():
+        assert len(seal(trainer, early, version)) >= 6
+        let.set()
+    checksum.verify(trainer.arena, 0)
+    early.close()
+
+
+def test_it_stands_back_while_a_slot_is_sealed(trainer: Trainer, early: Early) -> None:
+    trainer.begin(1)
+    with early.standing_back():
+        early.landed(trainer.arena, 0, trainer.sequence, ALL)
+        time.sleep(0.1)
+        assert not trainer.read
+    until_read(early)
+    assert trainer.read

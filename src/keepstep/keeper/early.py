@@ -8,18 +8,18 @@ is refused, never restored.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from keepstep.arena import header as h
 from keepstep.arena.chunks import SHARED, UNIQUE, Chunk, chunk_spans
 from keepstep.arena.slots import DIGEST_BYTES, Arena
-from keepstep.errors import Error
 
 log = logging.getLogger("keepstep.keeper")
 
@@ -42,80 +42,133 @@ class Writing:
     read_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Word:
+    """What a trainer said of its slot."""
+
+    arena: Arena
+    slot: int
+    sequence: int
+    ranges: Ranges
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.arena.arena_id, self.slot
+
+
 class Early:
-    """One thread that reads what has landed, slot after slot."""
+    """One thread that reads what has landed. It stands back while a slot is sealed: somebody waits for that."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="keepstep-early")
+        self._changed = threading.Condition()
+        self._words: deque[Word] = deque()
+        self._reading: Word | None = None
+        self._seals = 0
+        self._ended = False
         self._writings: dict[tuple[str, int], Writing] = {}
-        self._waiting = threading.Semaphore(MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="keepstep-early", daemon=True)
+        self._thread.start()
 
     def landed(self, arena: Arena, slot: int, sequence: int, ranges: Ranges) -> None:
         """`sequence`: of the header under which the slot is being written. Returns at once."""
-        if self._waiting.acquire(blocking=False):
-            self._thread.submit(self._landed, arena, slot, sequence, ranges)
+        with self._changed:
+            if len(self._words) < MOST_WAITING and _in_order(ranges):
+                self._words.append(Word(arena, slot, sequence, ranges))
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def standing_back(self) -> Iterator[None]:
+        with self._changed:
+            self._seals += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._seals -= 1
+                self._changed.notify_all()
 
     def known(self, arena: Arena, slot: int, committed: int) -> Writing:
-        """What was read of the writing whose commit has this sequence. Waits for what is being read."""
-        return self._thread.submit(self._take, arena.arena_id, slot, committed - 1).result()
+        """What was read of the writing whose commit has this sequence. What was not begun is left to the caller."""
+        key, sequence = (arena.arena_id, slot), committed - 1
+        with self._changed:
+            self._words = deque(word for word in self._words if word.key != key)
+            self._changed.wait_for(lambda: self._reading is None or self._reading.key != key)
+            writing = self._writings.pop(key, None)
+        return writing if writing is not None and writing.sequence == sequence else Writing(sequence, [])
 
     def forget(self, arena_id: str) -> None:
-        self._thread.submit(self._forget, arena_id)
+        with self._changed:
+            self._words = deque(word for word in self._words if word.arena.arena_id != arena_id)
+            self._writings = {key: writing for key, writing in self._writings.items() if key[0] != arena_id}
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.join()
 
     # On the thread
 
-    def _landed(self, arena: Arena, slot: int, sequence: int, ranges: Ranges) -> None:
-        self._waiting.release()
-        try:
-            writing = self._writing(arena, slot, sequence)
-            if writing is None or not _in_order(ranges):
-                return
-            chunks = [chunk for begin, end in ranges for chunk in _inside(writing.chunks, arena, slot, begin, end)]
-            started = time.monotonic()
-            digests = self._read(arena, slot, chunks) if chunks else None
-            writing.read_s += time.monotonic() - started
-            for at, chunk in enumerate(chunks if digests else ()):
-                assert digests is not None
-                writing.found[chunk.span.offset] = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-        except (OSError, MemoryError, Error) as error:  # the seal reads all of it then, and says what is wrong
-            log.debug("not read early: %r", error)
+    def _run(self) -> None:
+        while (word := self._next()) is not None:
+            try:
+                self._heed(word)
+            except Exception as error:  # the seal reads all of it then, and says what is wrong
+                log.debug("not read early: %r", error)
+            finally:
+                with self._changed:
+                    self._reading = None
+                    self._changed.notify_all()
 
-    def _writing(self, arena: Arena, slot: int, sequence: int) -> Writing | None:
-        found = arena.trainer_header(slot)
+    def _next(self) -> Word | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or (self._words and not self._seals))
+            if self._ended:
+                return None
+            self._reading = self._words.popleft()
+            return self._reading
+
+    def _heed(self, word: Word) -> None:
+        writing = self._writing(word)
+        if writing is None:
+            return
+        start = word.arena.payload_span(word.slot).offset
+        chunks = [chunk for begin, end in word.ranges for chunk in _inside(writing.chunks, start + begin, start + end)]
+        if not chunks:
+            return
+        started = time.monotonic()
+        digests = self._read(word.arena, word.slot, chunks)
+        writing.read_s += time.monotonic() - started
+        if digests is not None:
+            own = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+            writing.found.update(zip((chunk.span.offset for chunk in chunks), own, strict=True))
+
+    def _writing(self, word: Word) -> Writing | None:
+        found = word.arena.trainer_header(word.slot)
         if found is None:
             return None
         now, trainer = found
-        if (now, trainer.state) not in ((sequence, h.WRITING), (sequence + 1, h.COMMITTED)):
+        if (now, trainer.state) not in ((word.sequence, h.WRITING), (word.sequence + 1, h.COMMITTED)):
             return None  # it is written anew by now
-        key = (arena.arena_id, slot)
-        if key not in self._writings or self._writings[key].sequence != sequence:
-            payload = [chunk for chunk in chunk_spans(arena, slot, trainer) if chunk.region in (UNIQUE, SHARED)]
-            self._writings[key] = Writing(sequence, payload)
-        return self._writings[key]
-
-    def _take(self, arena_id: str, slot: int, sequence: int) -> Writing:
-        writing = self._writings.pop((arena_id, slot), None)
-        return writing if writing is not None and writing.sequence == sequence else Writing(sequence, [])
-
-    def _forget(self, arena_id: str) -> None:
-        self._writings = {key: writing for key, writing in self._writings.items() if key[0] != arena_id}
+        with self._changed:
+            known = self._writings.get(word.key)
+            if known is None or known.sequence != word.sequence:
+                payload = [c for c in chunk_spans(word.arena, word.slot, trainer) if c.region in (UNIQUE, SHARED)]
+                known = self._writings[word.key] = Writing(word.sequence, payload)
+            return known
 
 
 def _in_order(ranges: Ranges) -> bool:
     return all(begin < end for begin, end in ranges) and all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
 
 
-def _inside(chunks: list[Chunk], arena: Arena, slot: int, begin: int, end: int) -> list[Chunk]:
-    """Those that lie wholly in this stretch of the payload."""
-    start = arena.payload_span(slot).offset
-    first = bisect.bisect_left(chunks, start + begin, key=lambda chunk: chunk.span.offset)
+def _inside(chunks: list[Chunk], begin: int, end: int) -> list[Chunk]:
+    """Those that lie wholly in this stretch of the arena."""
+    first = bisect.bisect_left(chunks, begin, key=lambda chunk: chunk.span.offset)
     found = []
     for chunk in chunks[first:]:
-        if chunk.span.offset + chunk.span.size_bytes > start + end:
+        if chunk.span.offset + chunk.span.size_bytes > end:
             break
         found.append(chunk)
     return found

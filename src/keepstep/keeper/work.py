@@ -137,7 +137,8 @@ class Work:
             early.append(self._early.known(arena, slot, sequence))
             return dict(early[-1].found)
 
-        return checksum.seal(arena, slot, version, self._digests, known)
+        with self._early.standing_back():
+            return checksum.seal(arena, slot, version, self._digests, known)
 
     def _digests(self, arena: Arena, slot: int, chunks: list[Chunk]) -> bytes:
         found = self._reading.digests(arena, slot, chunks)

@@ -12,11 +12,13 @@ snapshot may begin while the end of this one is still on its way; they land and 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -46,6 +48,8 @@ log = logging.getLogger("keepstep")
 FULL_CHECKS = 3
 FIRST_GUESS_BYTES_S = 2e9
 THROTTLED_PIECE_BYTES = 1 << 20
+MOST_READERS = 8
+"""threads that compare: all of a large state takes one of them seconds, and the next snapshot may have to wait"""
 
 
 @dataclass
@@ -85,6 +89,11 @@ class Spent:
     copy_s: float = 0.0
 
 
+def most_in_flight(num_slots: int) -> int:
+    """Captures whose bytes are on their way at once."""
+    return 2 if num_slots >= 3 else 1
+
+
 class Capture:
     """Runs captures one at a time, in order. `landed`, `committed` and `voided` are called from its threads."""
 
@@ -105,13 +114,17 @@ class Capture:
         self._copied: queue.Queue[tuple[Job, str] | None] = queue.Queue(maxsize=2)
         self.lanes = Lanes(config)
         self._random = random.Random()
-        self._next_checks: dict[int, tuple[CopyPlan, Parts, Checks]] = {}
-        """chosen behind the capture before, by plan: a layout has one for each turn of its shares"""
+        self._next_checks: dict[int, tuple[CopyPlan, Parts, list[Checks]]] = {}
+        """chosen behind captures before, by plan (a layout has one for each turn of its shares): as many as may begin
+        before the next are chosen"""
         self.spent = Spent()
         self._saying = threading.Lock()
         """held from the moment a capture is not in flight any more until the keeper was told"""
         self._flying: list[Job] = []
         """oldest first"""
+        most = max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) // 2))
+        self._readers = ThreadPoolExecutor(most, thread_name_prefix="keepstep-compare")
+        """started when there is something to compare with fingerprints of a device"""
         self._threads = [
             threading.Thread(target=self._copy_all, name="keepstep-copy", daemon=True),
             threading.Thread(target=self._commit_all, name="keepstep-commit", daemon=True),
@@ -133,7 +146,7 @@ class Capture:
         current = self.current
         if current is None:
             return False
-        return num_slots < 3 or len(self._flying) > 1 or any(gate.open for gate in current.gates.values())
+        return len(self._flying) >= most_in_flight(num_slots) or any(gate.open for gate in current.gates.values())
 
     # On the caller's thread
 
@@ -208,8 +221,9 @@ class Capture:
         if not self._config.fingerprint or not parts.lazy:
             return Checks()
         faults.point("capture.sample")
-        prepared = self._next_checks.pop(id(plan), None)
-        checks = prepared[2] if prepared is not None and prepared[1] is parts else Checks.first(parts, self._random)
+        prepared = self._next_checks.get(id(plan))
+        known = prepared is not None and prepared[1] is parts and prepared[2]
+        checks = known.pop(0) if known else Checks.first(parts, self._random)
         checks.take()
         return checks
 
@@ -279,6 +293,7 @@ class Capture:
             return
         for thread in self._threads:
             thread.join(timeout=5)
+        self._readers.shutdown(wait=False)
 
     # On the copy thread
 
@@ -409,7 +424,7 @@ class Capture:
             return ""
         faults.point("capture.compare")
         with self.lanes.aside():
-            unit = job.checks.changed_on_the_way(job.view.payload(job.slot))
+            unit = job.checks.changed_on_the_way(job.view.payload(job.slot), self._readers.map)
             if unit is not None:
                 self._violated(job, unit)
         return job.void
@@ -419,19 +434,22 @@ class Capture:
         return self._config.fingerprint_all or job.plan.history.snapshots <= FULL_CHECKS
 
     def _prepare_checks(self, job: Job, *, whole: bool) -> None:
-        """Other places for the next snapshot with this plan, while nobody waits."""
+        """Other places for the next snapshots with this plan, while nobody waits."""
         if not job.checks:
             return
         for key, (plan, _, _) in list(self._next_checks.items()):
             if plan.history is not job.plan.history:
                 del self._next_checks[key]
-        try:
-            with self.lanes.aside():
-                checks = Checks.next(job.parts, self._random, whole=whole)
-        except Exception as error:  # a device without memory, say: this snapshot is whole all the same
-            log.warning("the next snapshot is only sampled: %s", error)
-            return
-        self._next_checks[id(job.plan)] = (job.plan, job.parts, checks)
+        prepared = self._next_checks.get(id(job.plan))
+        if prepared is None or prepared[1] is not job.parts:
+            prepared = self._next_checks[id(job.plan)] = (job.plan, job.parts, [])
+        while len(prepared[2]) < most_in_flight(job.view.arena.num_slots):
+            try:
+                with self.lanes.aside():
+                    prepared[2].append(Checks.next(job.parts, self._random, whole=whole))
+            except Exception as error:  # a device without memory, say: this snapshot is whole all the same
+                log.warning("the next snapshot is only sampled: %s", error)
+                return
 
     def _violated(self, job: Job, unit: Unit | Coded) -> None:
         names = [self._fence.watched[index].name for index in sorted(unit.owners)]

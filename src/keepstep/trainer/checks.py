@@ -9,7 +9,7 @@ import torch
 
 from keepstep.trainer.coding import Coded
 from keepstep.trainer.copies import Parts
-from keepstep.trainer.prints import Prints
+from keepstep.trainer.prints import Over, Prints
 from keepstep.trainer.samples import Samples
 from keepstep.trainer.units import Unit
 
@@ -52,8 +52,11 @@ class Checks:
     def changed_at_source(self, owners: set[int]) -> Unit | Coded | None:
         return next((unit for one in self._all() if (unit := one.changed_at_source(owners)) is not None), None)
 
-    def changed_on_the_way(self, payload: torch.Tensor) -> Unit | Coded | None:
-        return next((unit for one in self._all() if (unit := one.changed_on_the_way(payload)) is not None), None)
+    def changed_on_the_way(self, payload: torch.Tensor, over: Over = map) -> Unit | Coded | None:
+        for one in self.prints:
+            if (unit := one.changed_on_the_way(payload, over)) is not None:
+                return unit
+        return self.samples.changed_on_the_way(payload) if self.samples is not None else None
 
     def _all(self) -> list[Samples | Prints]:
         return [*self.prints, *([self.samples] if self.samples is not None else [])]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,9 +27,10 @@ from keepstep.trainer.coding import Coded
 from keepstep.trainer.units import Unit
 
 SHARE = 64
-AT_ONCE = 32
+AT_ONCE = 16
 """chunks in a sum"""
 LENGTH = struct.Struct("<Q")
+Over = Callable[[Callable[[int], "np.ndarray | None"], Iterable[int]], "Iterable[np.ndarray | None]"]
 ROW = np.dtype([("offset", "<u8"), ("size", "<u4"), ("print", f"V{FINGERPRINT_BYTES}")])
 
 
@@ -103,23 +104,31 @@ class Prints:
         differs = (before != self._expected()).any(axis=1)
         return next((unit for unit in self._units_at(differs) if unit.owners & owners), None)
 
-    def changed_on_the_way(self, payload: torch.Tensor) -> Unit | Coded | None:
-        """The first unit that did not land as it was taken. Waits for the device, and reads what landed."""
+    def changed_on_the_way(self, payload: torch.Tensor, over: Over = map) -> Unit | Coded | None:
+        """The first unit that did not land as it was taken. Waits for the device, and reads what landed.
+
+        `over`: `map`, or that of a pool of threads.
+        """
         expected, landed = self._expected(), payload.numpy()
         offsets = np.concatenate([self._plain.offset, self._coded.offset])
         sizes = np.concatenate([self._plain.size, self._coded.size])
-        total = np.empty(CHUNK_BYTES, dtype=np.uint8)
-        for start in range(0, len(offsets), AT_ONCE):
+
+        def look(start: int) -> np.ndarray | None:
+            """Which of some spots are wrong, if any is."""
             some = slice(start, start + AT_ONCE)
             chunks = [landed[at : at + size].data for at, size in zip(offsets[some], sizes[some], strict=True)]
             rows = [row.tobytes() for row in expected[some]]
             weights = bytes(self._rng.randrange(1, 256) for _ in chunks)
+            total = np.empty(CHUNK_BYTES, dtype=np.uint8)
             weighted_sum(weights, chunks, total.data)
-            if fingerprint(total.data) != combine(weights, rows):
-                wrong = np.zeros(len(expected), dtype=bool)
-                wrong[some] = [fingerprint(chunk) != row for chunk, row in zip(chunks, rows, strict=True)]
-                return next(iter(self._units_at(wrong)))
-        return None
+            if fingerprint(total.data) == combine(weights, rows):
+                return None
+            wrong = np.zeros(len(expected), dtype=bool)
+            wrong[some] = [fingerprint(chunk) != row for chunk, row in zip(chunks, rows, strict=True)]
+            return wrong
+
+        wrong = next((found for found in over(look, range(0, len(offsets), AT_ONCE)) if found is not None), None)
+        return next(iter(self._units_at(wrong))) if wrong is not None else None
 
     def encode(self) -> bytes:
         """To be kept with the snapshot: of tensors of which it holds every byte, which parity is not."""

@@ -7,11 +7,12 @@ windows each time, so that in time every byte is.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from keepstep.layout import ALIGN, align
 from keepstep.trainer.coding import Coded
 from keepstep.trainer.units import Unit
 
@@ -30,7 +31,6 @@ class Window:
     """in the unit"""
     size_bytes: int
     sources: list[torch.Tensor]
-    taken: list[torch.Tensor]
     coded: Coded | None = None
 
     @classmethod
@@ -41,26 +41,24 @@ class Window:
         sources = (
             [part.source for part in coded.parts()] if coded is not None else [unit.source[offset : offset + size]]  # type: ignore[union-attr]
         )
-        taken = [torch.empty(source.numel(), dtype=torch.uint8, device=source.device) for source in sources]
-        return cls(unit, offset, size, sources, taken, coded)
+        return cls(unit, offset, size, sources, coded)
 
-    def has_landed(self, payload: torch.Tensor) -> bool:
+    def has_landed(self, payload: torch.Tensor, taken: list[torch.Tensor]) -> bool:
         """Whether what stands in the payload is what was taken, or the parity of it."""
         begin = self.unit.offset + self.offset
         landed = payload[begin : begin + self.size_bytes]
-        taken = [part.to(landed.device) for part in self.taken]
         return torch.equal(self.coded.compute_from(taken) if self.coded is not None else taken[0], landed)
 
-    def has_changed(self) -> bool:
-        """Whether the tensors themselves are not what was taken."""
-        return not all(map(torch.equal, self.taken, self.sources))
 
-
-@dataclass(frozen=True)
 class Samples:
     """The windows of one snapshot."""
 
-    windows: list[Window]
+    def __init__(self, windows: list[Window]) -> None:
+        self.windows = windows
+        self._sources = [source for window in windows for source in window.sources]
+        self._starts, sizes = _side_by_side(self._sources)
+        # One buffer for each device: to fetch hundreds of windows one by one takes it half a second beside the copy.
+        self._taken = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in sizes.items()}
 
     @classmethod
     def choose(cls, lazy: Sequence[Unit | Coded], rng: random.Random) -> Samples:
@@ -68,15 +66,34 @@ class Samples:
         return cls([Window.choose(unit, rng) for unit in units])
 
     def take(self) -> None:
-        taken = [part for window in self.windows for part in window.taken]
-        sources = [part for window in self.windows for part in window.sources]
-        if taken:
-            torch._foreach_copy_(taken, sources)
+        if self._sources:
+            torch._foreach_copy_(self._parts(self._taken), self._sources)
 
     def changed_at_source(self, owners: set[int]) -> Unit | Coded | None:
         """The first unit of these optimizers whose tensors are not what was taken any more."""
-        return next((w.unit for w in self.windows if w.unit.owners & owners and w.has_changed()), None)
+        for window, taken in self._each(self._taken):
+            if window.unit.owners & owners and not all(map(torch.equal, taken, window.sources)):
+                return window.unit
+        return None
 
     def changed_on_the_way(self, payload: torch.Tensor) -> Unit | Coded | None:
         """The first unit that did not land as it was taken."""
-        return next((w.unit for w in self.windows if not w.has_landed(payload)), None)
+        here = {device: buffer.to(payload.device) for device, buffer in self._taken.items()}
+        return next((window.unit for window, taken in self._each(here) if not window.has_landed(payload, taken)), None)
+
+    def _each(self, buffers: dict[torch.device, torch.Tensor]) -> Iterator[tuple[Window, list[torch.Tensor]]]:
+        parts = iter(self._parts(buffers))
+        return ((window, [next(parts) for _ in window.sources]) for window in self.windows)
+
+    def _parts(self, buffers: dict[torch.device, torch.Tensor]) -> list[torch.Tensor]:
+        placed = zip(self._sources, self._starts, strict=True)
+        return [buffers[source.device][start : start + source.numel()] for source, start in placed]
+
+
+def _side_by_side(sources: list[torch.Tensor]) -> tuple[list[int], dict[torch.device, int]]:
+    """Where each has its place in the buffer of its device, and how large those are."""
+    starts, sizes = [], dict[torch.device, int]()
+    for source in sources:
+        starts.append(sizes.get(source.device, 0))
+        sizes[source.device] = align(starts[-1] + source.numel(), ALIGN)
+    return starts, sizes
