@@ -9,12 +9,10 @@ from typing import Any
 import keepstep
 
 STAGES = (
-    ("_memory", "note_progress"),
     ("_capture", "suspect"),
     ("", "_grant"),
     ("_survey", "at"),
     ("_survey._reader", "read"),
-    ("_survey._reader._globals", "read"),
     ("_survey", "_is_known"),
     ("_capture", "begin"),
     ("_capture", "_check"),

@@ -423,10 +423,14 @@ class Run:
     def protect(self) -> Version:
         """Train until a version that is newer than all now is protected everywhere."""
         before = self.trainers[0].protected
+
+        def is_new(version: Version | None, trainer: PlainTrainer) -> bool:
+            # Word of what was restored may still be on its way, and is nothing new.
+            return version not in (None, before) and version is not None and version != trainer.restored
+
         self.train_until(
             lambda: (
-                all(t.protected not in (None, before) for t in self.trainers)
-                and len({t.protected for t in self.trainers}) == 1
+                all(is_new(t.protected, t) for t in self.trainers) and len({t.protected for t in self.trainers}) == 1
             ),
             "a version is protected",
         )

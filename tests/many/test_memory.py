@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 from clones import rest
 from nodes import Run, running
 
+from keepstep.arena.segment import NAME
 from keepstep.layout import CHUNK_BYTES
+from keepstep.parity.held import HeldParity
 from keepstep.parity.placement import memory_bytes
 
 # Headers, tables and values: pages, not parts of the state.
 SMALL = 256 << 10
+MEMFD = f"/memfd:{NAME} (deleted)"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,26 @@ def test_nothing_is_left_of_keepers_that_ended(place: Path) -> None:
         train(place)
     assert descriptors() == before
     assert {thread.name for thread in threading.enumerate()} <= names
+
+
+def test_parity_that_is_ready_when_its_keeper_has_ended_goes_with_it(place: Path) -> None:
+    before = descriptors().get(MEMFD, 0)
+    with running(place, losses=1) as run:
+        run.add("a", "b", "c")
+        run.start(["a", "b", "c"])
+        keeper = run.nodes["a"].keeper
+        network = keeper.network
+        assert network is not None
+        later = network._later
+
+        def too_late(call: Callable[..., None], *args: object) -> None:
+            if any(isinstance(arg, HeldParity) for arg in args):
+                keeper.end("killed by the test")
+            later(call, *args)
+
+        network._later = too_late
+        run.train_until(lambda: keeper.ending, "parity is ready")
+    assert descriptors().get(MEMFD, 0) == before
 
 
 def train(place: Path) -> None:

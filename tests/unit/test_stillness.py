@@ -131,9 +131,9 @@ class State:
         self.optimizer.step()
         self.reader = Reader(Items({"model": self.model, "optimizer": self.optimizer}), rng=False, grads=False)
         reading = self.reader.read()
-        self.signature = Signature(reading.tensors)
+        self.signature = Signature(reading.tensors, reading.found.runs)
         reading = self.reader.read()  # the first one was of what state_dict() gave, which are other objects
-        assert self.signature.matches(reading.tensors)
+        assert self.signature.matches(reading.found.runs)
         self.checks = [
             *self.signature.checks(),
             *self.signature.close_checks(),
@@ -151,7 +151,7 @@ class State:
 
     def seen_in_full(self) -> bool:
         reading = self.reader.read()
-        return not self.signature.matches(reading.tensors)
+        return not self.signature.matches(reading.found.runs)
 
 
 def move_data(state: State) -> None:
@@ -260,10 +260,10 @@ def test_any_change_in_any_place_is_seen_behind(change: Callable[[State], None])
 @pytest.mark.parametrize("share", range(MAX_SHARES))
 def test_what_moves_every_parameter_is_seen_inside_take_by_any_share(share: int) -> None:
     state = State()
-    assert state.signature.matches(state.reader.read(share).tensors, share)
+    assert state.signature.matches(state.reader.read(share).found.runs, share)
     for parameter in state.model.parameters():
         parameter.data = parameter.data.clone()
-    assert not state.signature.matches(state.reader.read(share).tensors, share)
+    assert not state.signature.matches(state.reader.read(share).found.runs, share)
 
 
 @pytest.mark.parametrize("share", range(MAX_SHARES))
@@ -271,4 +271,4 @@ def test_a_model_that_is_made_anew_is_seen_inside_take_by_any_share(share: int) 
     state = State()
     for index in range(40):
         state.model.layers[index] = torch.nn.Linear(3, 3)
-    assert not state.signature.matches(state.reader.read(share).tensors, share)
+    assert not state.signature.matches(state.reader.read(share).found.runs, share)

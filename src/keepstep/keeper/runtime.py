@@ -32,10 +32,12 @@ from keepstep.keeper import events as e
 from keepstep.keeper import messages, report, work
 from keepstep.keeper.control import Connection
 from keepstep.keeper.core import Core
+from keepstep.keeper.gathering import Gathered
 from keepstep.keeper.lease import BACKLOG, Post
 from keepstep.keeper.network import Network
 from keepstep.keeper.node import Limits
 from keepstep.keeper.streams import Found, find_streams
+from keepstep.parity.held import HeldParity
 from keepstep.protocol import (
     MAX_FDS,
     ArenaGiven,
@@ -79,7 +81,7 @@ class Keeper:
         """the last one written"""
         self.started = time.monotonic()
         self._next_connection = 1
-        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.work = work.Work(
@@ -113,10 +115,10 @@ class Keeper:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda received, frame: self.end(f"signal {signal.Signals(received).name}"))
 
-    def _guard(self, call: Callable[[], None]) -> None:
+    def _guard(self, call: Callable[..., None], *args: Any) -> None:
         """A fault in one thing must not end the others: nobody else may hold the memory."""
         try:
-            call()
+            call(*args)
         except Exception:
             log.exception("a fault of the keeper's own")
 
@@ -146,14 +148,24 @@ class Keeper:
 
     def later(self, call: Callable[..., None], *args: Any) -> None:
         """From any thread: have the loop do this."""
-        self._tasks.put(lambda: call(*args))
+        self._tasks.put((call, args))
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"x")
 
     def _run_tasks(self) -> None:
         with contextlib.suppress(queue.Empty):
             while not self.ending:
-                self._guard(self._tasks.get_nowait())
+                call, args = self._tasks.get_nowait()
+                self._guard(call, *args)
+
+    def _close_what_came_too_late(self) -> None:
+        """Memory that a thread handed over when the loop had ended: until the loop takes it, it is only in here."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _, args = self._tasks.get_nowait()
+                for arg in args:
+                    if isinstance(arg, Arena | HeldParity | Gathered):
+                        arg.segment.close()
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -177,6 +189,7 @@ class Keeper:
             os.close(fd)
         for arena in self.arenas.values():
             arena.close()
+        self._close_what_came_too_late()  # when the threads of network and work have ended
         self._selector.close()
 
     # Connections

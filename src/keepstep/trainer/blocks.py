@@ -165,24 +165,24 @@ class Signature:
     Holds on to the tensors, and so to their storages: an address cannot be given to another tensor meanwhile.
     """
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: list[torch.Tensor], runs: list[list[torch.Tensor]]) -> None:
+        """`runs`: the same tensors, as they were found."""
+        self._runs = runs
         self._full = [_signature(_local(t)) for t in tensors]
         self._shares = [_Addresses(dealt) for dealt in deal(tensors)]
 
-    def matches(self, tensors: list[torch.Tensor], share: int | None = None) -> bool:
+    def matches(self, runs: list[list[torch.Tensor]], share: int | None = None) -> bool:
         """The same objects, at the same addresses, with the same shapes; or others over the same bytes.
 
         With a share, only of that part of the same objects. Strides and dtypes of the same objects are not looked at.
         """
-        if len(tensors) != len(self._tensors):
-            return False
-        if all(map(operator.is_, tensors, self._tensors)):
+        if len(runs) == len(self._runs) and all(map(_same_objects, runs, self._runs)):
             shares = self._shares if share is None else [self._shares[share % len(self._shares)]]
             return all(one.hold() for one in shares)
-        if [_signature(_local(t)) for t in tensors] != self._full:
+        tensors = [tensor for run in runs for tensor in run]
+        if len(tensors) != len(self._full) or [_signature(_local(t)) for t in tensors] != self._full:
             return False
-        self._tensors = tensors  # recognised at a glance the next time
+        self._runs = runs  # recognised at a glance the next time
         self._shares = [_Addresses(dealt) for dealt in deal(tensors)]
         return True
 
@@ -193,6 +193,10 @@ class Signature:
     def close_checks(self) -> list[Check]:
         """Whether bytes that are where they were also mean what they meant."""
         return [one.mean_the_same for one in self._shares]
+
+
+def _same_objects(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
+    return these is those or (len(these) == len(those) and all(map(operator.is_, these, those)))
 
 
 class _Addresses:

@@ -1,7 +1,7 @@
 """One snapshot: what is copied inside `take`, what behind it, and the commit, last.
 
-    take (caller's thread)    header WRITING → values, layout, eager copies → gates armed → return
-    copy thread               lazy copies: of the host, in place; of devices, queued (`leaving`)
+    take (caller's thread)    header WRITING → layout, eager copies → gates armed → return
+    copy thread               lazy copies: of devices, queued (`leaving`); values; of the host, in place
     commit thread             all has landed → samples compared → header COMMITTED → the keeper is told
 
 The threads only move bytes with calls that release the GIL, and wait. A fault anywhere voids this
@@ -66,13 +66,15 @@ class Job:
     parts: Parts
     gates: dict[int, Gate]
     checks: Checks
+    behind: Callable[[], bytes]
+    """work that `take` has left to the copy thread; gives the encoded values"""
+    look: Callable[[], str]
+    """all that `take` has relied on, again: why the snapshot is void, or nothing"""
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(target, device clone) made inside `take`"""
     departures: list[Departure] = field(default_factory=list)
     """one for each device"""
     void: str = ""
-    look: Callable[[], str] = lambda: ""
-    """all that `take` has relied on, again: why the snapshot is void, or nothing"""
 
     @property
     def lazy(self) -> list[Unit | Coded]:
@@ -156,25 +158,27 @@ class Capture:
         slot: int,
         version: Version,
         plan: CopyPlan,
-        values: bytes,
         *,
         inexact: bool,
+        behind: Callable[[], bytes],
         look: Callable[[], str] = lambda: "",
     ) -> None:
-        """Start one snapshot. Raises CaptureError when it cannot be done now; the slot is then nobody's."""
+        """Start one snapshot. Raises CaptureError when it cannot be done now; the slot is then nobody's.
+
+        On the copy thread: `behind` gives the encoded values, or raises; `look` says why the snapshot is void.
+        """
         parts = plan.parts(self._fence.watched)
         self._check_budget(parts.eager)
         arena = view.arena
         header = TrainerHeader(
             h.WRITING, self._place.rank, self._place.world_size, self._place.local_index,
-            self._place.local_world_size, h.INEXACT if inexact else 0, version, len(plan.encoded), len(values),
+            self._place.local_world_size, h.INEXACT if inexact else 0, version, len(plan.encoded), 0,
             plan.payload_bytes, plan.layout_digest, time.time(), plan.layout.shared_offset,
         )  # fmt: skip
         sequence = arena.write_trainer_header(slot, header)
-        arena.segment.write(arena.values_span(slot).offset, values)
         view.write_layout(slot, plan)
         gates = {index: Gate() for index in parts.owners}
-        job = Job(version, view, slot, header, sequence, plan, parts, gates, self._check(plan, parts), look=look)
+        job = Job(version, view, slot, header, sequence, plan, parts, gates, self._check(plan, parts), behind, look)
         self._copy_eager(job, parts.small, "small")
         self._copy_eager(job, parts.eager, "eager")
         self._gather_now(job)
@@ -302,6 +306,8 @@ class Capture:
             try:
                 self._copy(job)
                 reason = ""
+            except CaptureError as error:
+                reason = str(error)
             except Exception as error:
                 log.exception("the copy of step %d failed", job.version.step)
                 reason = f"the copy failed: {error!r}"
@@ -325,10 +331,16 @@ class Capture:
 
         for departure in job.departures:
             departure.issue(passed, lambda size: self._pace(size, job.gates.values()))
+        self._write_values(job)
         moved = job.look()
         if moved:  # not otherwise: `suspect` may have said something meanwhile
             job.void = moved
         self._copy_host(job, host, passed)
+
+    def _write_values(self, job: Job) -> None:
+        values, arena = job.behind(), job.view.arena
+        arena.segment.write(arena.values_span(job.slot).offset, values)
+        job.header = replace(job.header, values_bytes=len(values))
 
     def _copy_host(self, job: Job, units: list[Unit | Coded], passed: Callable[[int], None]) -> None:
         started = time.perf_counter()

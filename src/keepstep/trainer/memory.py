@@ -36,7 +36,8 @@ class Memory:
         """an arena is being made behind the training"""
         self._given = ""
         """the arena that is this rank's, though it may still be moving into it"""
-        self._step = -1
+        self.step = -1
+        """how far this rank has come"""
         self._self = (os.getpid(), start_time(os.getpid()))
         """who writes: a keeper that takes over fences us by it, should we not come back"""
         self._spare: ArenaView | None = None
@@ -119,7 +120,7 @@ class Memory:
             old, self.view = (view, self.view) if self._closed.is_set() else (self.view, view)
         if old is not None:
             old.close()
-        self.note_progress(self._step)
+        self.write_progress()
 
     def _open(self, arena_id: str, fd: int) -> ArenaView:
         with self._changing:
@@ -155,13 +156,12 @@ class Memory:
             need = ArenaNeed(header.layout_capacity, header.values_capacity, header.payload_capacity)
             self.get_behind(need, before=before, after=lambda: None)
 
-    def note_progress(self, step: int) -> None:
-        """Tell the keeper, through the arena, how far this rank has come."""
-        self._step = step
+    def write_progress(self) -> None:
+        """Tell the keeper, through the arena, how far this rank has come. From any thread."""
         with self._changing:
             if self.view is not None:
                 try:
-                    self.view.arena.write_progress(Progress(self._link.incarnation, step, *self._self))
+                    self.view.arena.write_progress(Progress(self._link.incarnation, self.step, *self._self))
                 except OSError as error:
                     log.warning("progress cannot be written: %s", error)
 
@@ -169,7 +169,7 @@ class Memory:
         with self._changing:
             self._closed.set()
             self._self = (0, 0)
-        self.note_progress(self._step)
+        self.write_progress()
         with self._changing:
             view, self.view = self.view, None
         if view is not None:

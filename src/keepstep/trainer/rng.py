@@ -8,6 +8,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,16 +23,33 @@ log = logging.getLogger("keepstep")
 Generator = torch.Generator | random.Random | np.random.Generator
 
 
-class GlobalStates:
-    """All global random states, encoded. What nobody draws from in the training loop is encoded once."""
+@dataclass(frozen=True)
+class GlobalState:
+    """All global random states at one moment, as their owners give them."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    host: torch.Tensor
+    cuda: list[torch.Tensor] | None
+    """by device, where CUDA is in use: asking would start it"""
+
+    @classmethod
+    def now(cls) -> GlobalState:
+        numpy = np.random.get_state()
+        assert isinstance(numpy, tuple)
+        used = torch.cuda.is_initialized()
+        cuda = [generator.get_state() for generator in torch.cuda.default_generators] if used else None
+        return cls(random.getstate(), numpy, torch.default_generator.get_state(), cuda)
+
+
+class GlobalEncoder:
+    """Encodes global states. What nobody draws from in the training loop is encoded once. For one thread at a time."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[Any, bytes]] = {}
 
-    def read(self) -> dict[str, bytes]:
-        """Devices only where CUDA is in use: asking would start it."""
-        python, numpy, host = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-        assert isinstance(numpy, tuple)
+    def encode(self, state: GlobalState) -> dict[str, bytes]:
+        python, numpy, host = state.python, state.numpy, state.host
         # Marks of few bytes in one piece: to compare hundreds of numbers that left the cache a step ago takes longest.
         # By repr, in which zero has a sign.
         version, words, gauss = python
@@ -41,8 +59,7 @@ class GlobalStates:
             "numpy": self._encode("numpy", (name, key.tobytes(), repr(rest)), lambda: numpy),
             "torch": self._encode("torch", host.numpy().tobytes(), lambda: inline_tensor(host)),
         }
-        if torch.cuda.is_initialized():
-            devices = [generator.get_state() for generator in torch.cuda.default_generators]
+        if (devices := state.cuda) is not None:
             marks = [state.numpy().tobytes() for state in devices]
             found["cuda"] = self._encode("cuda", marks, lambda: [inline_tensor(state) for state in devices])
         return found
@@ -56,7 +73,7 @@ class GlobalStates:
 
 
 def decode_globals(parts: Mapping[str, bytes]) -> dict[str, Any]:
-    """What `GlobalStates.read` encoded."""
+    """What `GlobalEncoder.encode` has made."""
     return {name: codec.decode(part) for name, part in parts.items()}
 
 

@@ -80,7 +80,7 @@ class Skeleton:
     """The places of one object, the tensors in the order of its state, and that state's encoded structure."""
 
     top: list[Part]
-    """how the object is put together: always looked at in full"""
+    """how the object is put together"""
     parts: list[Part]
     """where its tensors hang"""
     tensors: list[torch.Tensor]
@@ -93,13 +93,17 @@ class Skeleton:
 
     def __post_init__(self) -> None:
         self._shares = [Places(parts) for parts in deal(self.parts)]
-        self._top = Places(self.top)
+        # What holds others is always looked at in full: of a model that was made anew the old modules did not change.
+        self._joints = Places([part for part in self.top if any(part.containers)])
+        self._tips = [Places(parts) for parts in deal([part for part in self.top if not any(part.containers)])]
         self._state = self.optimizer.state if self.optimizer is not None else None
 
     def holds(self, share: int | None = None) -> bool:
         """Whether everything is still where it was; with a share, whether that is."""
-        shares = self._shares if share is None else [self._shares[share % len(self._shares)]]
-        return all(places.hold() for places in shares) and self._same_top()
+        if share is None:
+            return all(places.hold() for places in self._shares) and self._same_top()
+        some = (self._shares[share % len(self._shares)], self._tips[share % len(self._tips)])
+        return self._same_state() and self._joints.hold() and all(places.hold() for places in some)
 
     def checks(self) -> list[Check]:
         """All of `holds`, piece by piece."""
@@ -107,14 +111,14 @@ class Skeleton:
 
     def _same_top(self) -> bool:
         """The same submodules; or the same parameters in the same groups, each with the same dict of its own."""
-        if not self._top.hold():
+        if not (self._same_state() and self._joints.hold() and all(places.hold() for places in self._tips)):
             return False
-        if self.optimizer is None:
-            return True
-        if "state_dict" in vars(self.optimizer):
-            return False
-        # `optimizer.load_state_dict` puts another dict there, and leaves the old one as it was.
-        return self.optimizer.state is self._state and _identities(self.optimizer) == self.parameters
+        return self.optimizer is None or _identities(self.optimizer) == self.parameters
+
+    def _same_state(self) -> bool:
+        """`optimizer.load_state_dict` puts another dict there, and leaves the old one as it was."""
+        own = self.optimizer
+        return own is None or (own.state is self._state and "state_dict" not in vars(own))
 
     def param_groups(self) -> list[dict[str, Any]]:
         """As `optimizer.state_dict()` writes them."""

@@ -11,6 +11,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -52,7 +53,8 @@ from keepstep.trainer.shares import Sharing
 from keepstep.trainer.state import Reader
 from keepstep.trainer.stillness import Stillness
 from keepstep.trainer.stopwatch import Stopwatch
-from keepstep.trainer.survey import Survey
+from keepstep.trainer.survey import Sight, Survey
+from keepstep.trainer.view import ArenaView
 from keepstep.trainer.world import World
 from keepstep.types import Status, Version
 
@@ -190,7 +192,7 @@ class Snapshotter:
             return self._skip(step, f"steps must grow: the last one was {self._progress}")
         self._progress = step
         stepped = self._fence.take_stepped()
-        self._memory.note_progress(step)
+        self._memory.step = step
         self._capture.suspect()
         if step % self.config.every:
             return self._skip(step, f"not due: every={self.config.every}")
@@ -244,16 +246,26 @@ class Snapshotter:
         view = self._memory.view
         assert view is not None
         seen = self._survey.at(version.step)
-        plan, values = seen.plan, seen.reading.values
-        need = ArenaNeed(len(plan.encoded), len(values), plan.payload_bytes)
-        if not view.arena.fits(need):
-            wanted = sizing.need_of(plan, len(values), [], self._sharing)
-            self._memory.grow(wanted, before=lambda: self._capture.drain(timeout_s=600))
-            raise CaptureError(f"the state has outgrown its arena ({plan.payload_bytes:,} bytes); a larger one is made")
+        self._check_room(view, seen, seen.reading.least_values_bytes)
         pending = PendingSnapshot(version.step)
         self._waiting.add(version, pending)
-        self._capture.begin(view, grant.slot, version, plan, values, inexact=inexact, look=seen.look)
+        behind = partial(self._behind_take, view, seen)
+        self._capture.begin(view, grant.slot, version, seen.plan, inexact=inexact, behind=behind, look=seen.look)
         return pending
+
+    def _behind_take(self, view: ArenaView, seen: Sight) -> bytes:
+        """On the copy thread: what need not be done inside `take`. Returns the encoded values."""
+        self._memory.write_progress()
+        self._check_room(view, seen, len(seen.reading.values))
+        return seen.reading.values
+
+    def _check_room(self, view: ArenaView, seen: Sight, values_bytes: int) -> None:
+        plan = seen.plan
+        if not view.arena.fits(ArenaNeed(len(plan.encoded), values_bytes, plan.payload_bytes)):
+            wanted = sizing.need_of(plan, len(seen.reading.values), [], self._sharing)
+            self._memory.grow(wanted, before=lambda: self._capture.drain(timeout_s=600))
+            size = plan.payload_bytes + values_bytes
+            raise CaptureError(f"the state has outgrown its arena ({size:,} bytes); a larger one is made")
 
     def _is_inexact(self, stepped: bool) -> bool:
         """Between accumulation steps gradients are part of the state, and they are not in the snapshot."""
@@ -269,6 +281,7 @@ class Snapshotter:
         return not scaled
 
     def _skip(self, step: int, reason: str) -> PendingSnapshot:
+        self._memory.write_progress()
         log.debug("step %d skipped: %s", step, reason)
         return PendingSnapshot(step, reason=reason)
 

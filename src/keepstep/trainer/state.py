@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,31 +35,103 @@ from keepstep.trainer.items import (
     is_untouched,
     unwrap_optimizer,
 )
-from keepstep.trainer.rng import GlobalStates, decode_globals, generator_state, inline_tensor, loader_generators
+from keepstep.trainer.rng import (
+    GlobalEncoder,
+    GlobalState,
+    decode_globals,
+    generator_state,
+    inline_tensor,
+    loader_generators,
+)
 from keepstep.values import TensorRef, TorchDevice, TorchDtype, TorchSize
 
 # Tensors up to this size in schedulers, loaders and the like are values: their shape may change at every step.
 INLINE_BYTES = 65536
 WHOLE, STATE, GROUPS = "", "state", "param_groups"
+GRADS = "grads"
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class Tensors:
+    """The tensors of a state in order, in runs: those of a thing that did not change are one list, the same each time.
+
+    So that a `take` does not have to touch each of thousands of objects only to count itself among their owners.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[list[torch.Tensor]] = []
+        self._size, self._is_open = 0, False
+
+    def __len__(self) -> int:
+        return self._size
+
+    def append(self, tensor: torch.Tensor) -> None:
+        if not self._is_open:
+            self.runs.append([])
+            self._is_open = True
+        self.runs[-1].append(tensor)
+        self._size += 1
+
+    def add_run(self, run: list[torch.Tensor]) -> None:
+        """Nobody may change it from now on."""
+        self.runs.append(run)
+        self._is_open = False
+        self._size += len(run)
+
+    def since(self, first: int) -> list[torch.Tensor]:
+        return [tensor for run in self.runs for tensor in run][first:]
+
+
+@dataclass(frozen=True)
+class Later:
+    """A part that is encoded behind `take`: nothing in it changes any more."""
+
+    tree: Any
+    path: str
+
+    def encode(self) -> bytes:
+        return _encode(self.tree, self.path)
+
+
+Parts = dict[str, "bytes | Later"]
 
 
 @dataclass
 class Reading:
     """The state at one boundary."""
 
-    values: bytes
-    tensors: list[torch.Tensor]
-    parts: dict[str, tuple[int, dict[str, bytes]]]
+    tree: dict[str, Any]
+    """what is to be encoded besides the parts: nothing in it changes any more"""
+    found: Tensors
+    parts: dict[str, tuple[int, Parts]]
     relied_on: list[skeleton.Skeleton]
     """what was recognised as unchanged, perhaps by a share of it"""
+    rng: GlobalState | None
+    encoder: GlobalEncoder
+
+    @cached_property
+    def values(self) -> bytes:
+        """Encoded: behind `take`, where nobody waits for it."""
+        rng = {"rng": self.encoder.encode(self.rng)} if self.rng is not None else {}
+        items = {path: [first, _encoded(parts)] for path, (first, parts) in self.parts.items()}
+        grads = {"grads": items.pop(GRADS)} if GRADS in items else {}
+        return _encode({"items": items, **grads, **self.tree, **rng}, "state")
+
+    @property
+    def least_values_bytes(self) -> int:
+        """As far as they are encoded already."""
+        return sum(len(part) for _, parts in self.parts.values() for part in parts.values() if isinstance(part, bytes))
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        return self.found.since(0)
 
     def paths(self) -> dict[int, str]:
         """Tensor index -> path, for layouts and messages."""
         found: dict[int, str] = {}
         for path, (first, parts) in self.parts.items():
-            for name, encoded in parts.items():
-                where = f"{path}.{name}" if name and path != "grads" else path
+            for name, encoded in _encoded(parts).items():
+                where = f"{path}.{name}" if name and path != GRADS else path
                 for inner, index in _references(where, codec.decode(encoded)):
                     found[first + index] = inner
         return found
@@ -72,26 +145,25 @@ class Reader:
     rng: bool
     grads: bool
     _known: dict[str, skeleton.Skeleton] = field(default_factory=dict)
-    _globals: GlobalStates = field(default_factory=GlobalStates)
+    _encoder: GlobalEncoder = field(default_factory=GlobalEncoder)
 
     def read(self, share: int | None = None) -> Reading:
         """With a share, only that is looked at of what was seen before (`stillness`)."""
-        tensors: list[torch.Tensor] = []
+        tensors = Tensors()
         parts = {item.path: (len(tensors), self._read(item, tensors, share)) for item in self.items.all}
-        tree: dict[str, Any] = {"items": {path: list(part) for path, part in parts.items()}}
+        tree: dict[str, Any] = {}
         if self.grads:
             found = [p.grad for o in self.items.optimizers for group in o.param_groups for p in group["params"]]
-            parts["grads"] = (len(tensors), {WHOLE: _encode(_walk(found, tensors, len(tensors)), "grads")})
-            tree["grads"] = list(parts["grads"])
+            parts[GRADS] = (len(tensors), {WHOLE: _encode(_walk(found, tensors, len(tensors)), GRADS)})
         if self.rng:
-            tree["rng"] = self._globals.read()
             tree["loaders"] = {
                 item.path: [generator_state(generator) for generator in loader_generators(item.thing)]
                 for item in self.items.of(LOADER)
             }
-        return Reading(_encode(tree, "state"), tensors, parts, list(self._known.values()))
+        rng = GlobalState.now() if self.rng else None
+        return Reading(tree, tensors, parts, list(self._known.values()), rng, self._encoder)
 
-    def _read(self, item: Item, tensors: list[torch.Tensor], share: int | None) -> dict[str, bytes]:
+    def _read(self, item: Item, tensors: Tensors, share: int | None) -> Parts:
         try:
             return self._parts(item, tensors, share)
         except RecursionError:
@@ -100,7 +172,7 @@ class Reader:
                 hint="store an index or a name in place of the reference",
             ) from None
 
-    def _parts(self, item: Item, tensors: list[torch.Tensor], share: int | None) -> dict[str, bytes]:
+    def _parts(self, item: Item, tensors: Tensors, share: int | None) -> Parts:
         first = len(tensors)
         if item.kind == LOADER and is_untouched(item.thing):
             return {WHOLE: _encode(None, item.path)}
@@ -111,14 +183,14 @@ class Reader:
         if item.kind in (MODULE, OPTIMIZER):
             known = self._known.get(item.path)
             if known is not None and known.holds(share):
-                tensors.extend(known.tensors)
+                tensors.add_run(known.tensors)
                 if item.kind == MODULE:
                     return {WHOLE: known.encoded}
                 groups = [_walk_group(group, tensors, first) for group in known.param_groups()]
-                return {STATE: known.encoded, GROUPS: _encode(groups, item.path)}
+                return {STATE: known.encoded, GROUPS: Later(groups, item.path)}
         return self._parts_anew(item, tensors, first)
 
-    def _parts_anew(self, item: Item, tensors: list[torch.Tensor], first: int) -> dict[str, bytes]:
+    def _parts_anew(self, item: Item, tensors: Tensors, first: int) -> Parts:
         try:
             state = item.thing.state_dict()
         except Exception as error:
@@ -126,9 +198,9 @@ class Reader:
         self._known.pop(item.path, None)
         if item.kind == OPTIMIZER and type(state) is dict and state.keys() == {STATE, GROUPS}:
             encoded = _encode(_walk(state[STATE], tensors, first), f"{item.path}.{STATE}")
-            found = skeleton.of_optimizer(unwrap_optimizer(item.thing), state, tensors[first:], encoded)
+            found = skeleton.of_optimizer(unwrap_optimizer(item.thing), state, tensors.since(first), encoded)
             groups = _encode(_walk(state[GROUPS], tensors, first), f"{item.path}.{GROUPS}")
-            parts = {STATE: encoded, GROUPS: groups}
+            parts: Parts = {STATE: encoded, GROUPS: groups}
         else:
             encoded = _encode(_walk(state, tensors, first, inline=item.kind in (STATEFUL, LOADER)), item.path)
             found = skeleton.of_module(item.thing, state, encoded) if item.kind == MODULE else None
@@ -172,11 +244,15 @@ def _shift(value: Any, by: int) -> Any:
     return value
 
 
+def _encoded(parts: Parts) -> dict[str, bytes]:
+    return {name: part.encode() if isinstance(part, Later) else part for name, part in parts.items()}
+
+
 def _encode(tree: Any, path: str) -> bytes:
     return codec.encode(tree, path=path)
 
 
-def _walk(value: Any, tensors: list[torch.Tensor], first: int, *, inline: bool = False) -> Any:
+def _walk(value: Any, tensors: Tensors, first: int, *, inline: bool = False) -> Any:
     """The tree with references instead of tensors; they count from `first`."""
     kind = type(value)
     if kind is dict:
@@ -199,7 +275,7 @@ def _walk(value: Any, tensors: list[torch.Tensor], first: int, *, inline: bool =
     return value
 
 
-def _walk_group(group: dict[str, Any], tensors: list[torch.Tensor], first: int) -> dict[str, Any]:
+def _walk_group(group: dict[str, Any], tensors: Tensors, first: int) -> dict[str, Any]:
     """Its parameters are numbers already, hundreds of them."""
     others = {key: value for key, value in group.items() if key != "params"}
     return {**_walk(others, tensors, first), "params": group["params"]}

@@ -25,8 +25,8 @@ LOOKS = 3
 """full looks inside `take`, and as many behind it, before a share is enough"""
 MAX_BREACHES = 3
 """so often trust may be broken before it is never given again"""
-MAX_SHARES = 16
-SHARE_ITEMS = 16
+MAX_SHARES = 32
+SHARE_ITEMS = 8
 """fewer are not worth a share of their own"""
 
 HOLD_S = 0.0005

@@ -15,6 +15,7 @@ from keepstep.trainer.copies import CopyPlan
 from keepstep.trainer.fence import Fence
 from keepstep.trainer.replicas import Replicas
 from keepstep.trainer.shares import Sharing
+from keepstep.trainer.skeleton import Skeleton
 from keepstep.trainer.state import Reader, Reading
 from keepstep.trainer.stillness import Check, Glance, Stillness
 from keepstep.trainer.turns import Turns
@@ -70,11 +71,16 @@ class Survey:
             glance = self.stillness.start_again()
         assert self.plans is not None
         assert self._signature is not None
-        look = partial(self._look, self._checks(reading), glance, self._signature.close_checks())
+        look = partial(self._look, self._signature, self._owned, reading.relied_on, glance)
         return Sight(reading, self.plans.at(step), look)
 
-    def _look(self, checks: list[Check], glance: Glance, never: list[Check]) -> str:
-        void = self.stillness.look(checks, glance, never)
+    def _look(
+        self, signature: blocks.Signature, owned: list[list[list[int]]], relied_on: list[Skeleton], glance: Glance
+    ) -> str:
+        """At all that a `take` has relied on."""
+        checks: list[Check] = [*signature.checks(), lambda: self._fence.owned() == owned]
+        checks += (check for one in relied_on for check in one.checks())
+        void = self.stillness.look(checks, glance, signature.close_checks())
         if void:
             self.outdate()
         return void
@@ -86,14 +92,7 @@ class Survey:
     def _is_known(self, reading: Reading, share: int | None) -> bool:
         if self._signature is None or self._outdated or self._fence.owned() != self._owned:
             return False
-        return self._signature.matches(reading.tensors, share)
-
-    def _checks(self, reading: Reading) -> list[Check]:
-        """All that a `take` relies on."""
-        assert self._signature is not None
-        owned = self._owned
-        found = [*self._signature.checks(), lambda: self._fence.owned() == owned]
-        return [*found, *(check for one in reading.relied_on for check in one.checks())]
+        return self._signature.matches(reading.found.runs, share)
 
     def _make_plans(self, reading: Reading) -> Turns:
         self._outdated = False  # before anything is read that it depends on
@@ -104,7 +103,8 @@ class Survey:
                 small_bytes=self._small_bytes,
             )  # fmt: skip
             plans = Turns(built, self._sharing, self._fence.watched, self._small_bytes)
-            self._signature, self._owned = blocks.Signature(reading.tensors), owned
+            self._signature = blocks.Signature(reading.tensors, reading.found.runs)
+            self._owned = owned
         except BaseException:
             self._outdated = True  # the old plans must not be taken for these
             raise
