@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from keepstep.arena.slots import CHUNK_BYTES
 from keepstep.parity import device
 from keepstep.parity.code import Code
-from keepstep.parity.device import EncodeBatch, FingerprintBatch, Part, Source, Stripe
+from keepstep.parity.device import CopyBatch, EncodeBatch, FingerprintBatch, Part, Source, Stripe
 from keepstep.parity.fingerprint import FOLDS, fingerprint
 
 pytestmark = [pytest.mark.gpu]
@@ -128,6 +129,24 @@ def test_a_batch_of_everything() -> None:
     stripes = mixed_stripes(60)
     device.encode_batch(3, 2, stripes)
     check(3, 2, stripes)
+
+
+def test_many_small_copies() -> None:
+    rng = random.Random(1)
+    sizes = [rng.choice([1, 4, 16, 100, 4096, 32768, 1_000_001]) for _ in range(3000)]
+    sources = [memory(size, rng.choice([0, 0, 0, 1, 4])) for size in sizes]
+    buffer = torch.zeros(sum(sizes) + 64 * len(sizes), dtype=torch.uint8, device=DEVICE)
+    outs, at = [], 0
+    for size in sizes:
+        outs.append(buffer[at : at + size])
+        at += -(-size // 64) * 64
+    batch = CopyBatch(sources, outs)
+    for _ in range(2):
+        buffer.fill_(7)
+        batch.run()
+        assert all(map(torch.equal, sources, outs))
+        padding = [buffer[a.storage_offset() + a.numel() : b.storage_offset()] for a, b in pairwise(outs)]
+        assert all(bool((gap == 7).all()) for gap in padding)
 
 
 def test_torch_operations_have_the_same_bits() -> None:

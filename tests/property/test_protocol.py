@@ -65,6 +65,10 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if kind in plain:
         return plain[kind]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        if arguments[-1] is ...:
+            return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
+        return st.tuples(*map(values_of, arguments))
     if origin is list:
         return st.lists(values_of(arguments[0]), max_size=3)
     if origin is dict:

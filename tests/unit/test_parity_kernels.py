@@ -94,6 +94,15 @@ def check(k: int, m: int, stripes: Sequence[Stripe]) -> None:
             assert bytes(out.tolist()) == expected
 
 
+def test_many_copies(kernels: ModuleType) -> None:
+    sizes = [1, 3, 16, 17, 64, 100, 4096, 70_001]
+    for offset in (0, 1, 4):
+        sources = [memory(size, offset, seed) for seed, size in enumerate(sizes)]
+        outs = [memory(size, 0, 99) for size in sizes]
+        kernels.CopyTables(sources, outs).run()
+        assert all(map(torch.equal, sources, outs))
+
+
 @pytest.mark.parametrize(("k", "m"), [(1, 1), (2, 2), (7, 1), (7, 2), (9, 2), (5, 3), (4, 4), (17, 2)])
 def test_rows_of_one_stripe(encode_batch: Callable, k: int, m: int) -> None:
     sources = [memory(200 if index != k - 1 else 90, 0, index) for index in range(k)]

@@ -126,6 +126,25 @@ class EncodeBatch:
                 encode(row, self._code.k, self._code.m, whole, out)
 
 
+class CopyBatch:
+    """Many small copies on one device (rows of bytes) in a handful of launches, as often as wanted: see EncodeBatch."""
+
+    def __init__(self, sources: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        self._sources, self._outs = sources, outs
+        device = _device_of(outs)
+        for source, out in zip(sources, outs, strict=True):
+            _check_parts([Part(0, source)], out.numel(), device)
+        kernels = _kernels(device)
+        self._tables = kernels.CopyTables(sources, outs) if kernels is not None and outs else None
+
+    def run(self) -> None:
+        """Queue it on the current stream."""
+        if self._tables is not None:
+            self._tables.run()
+        elif self._outs:
+            torch._foreach_copy_(list(self._outs), list(self._sources))
+
+
 def encode_batch(k: int, m: int, stripes: Sequence[Stripe]) -> None:
     """All the stripes, once. See EncodeBatch for more often than that."""
     EncodeBatch(k, m, stripes).run()

@@ -58,6 +58,8 @@ assert THIRD.num_blocks <= GROUPS * GROUP_BLOCKS
 LATER_BLOCKS, LATER_BYTES = divmod(FIRST.block_bytes, SECOND.block_bytes)
 FOLDED_WORDS = SECOND.num_rows * SECOND.block_bytes // 4
 TASK_FIELDS = 9
+COPY = (b"\x01",)
+"""a sum over one source, once"""
 
 # Kernels see of this file only what is marked as constant for the compiler.
 _FIRST_BLOCKS = tl.constexpr(FIRST.num_blocks)
@@ -105,6 +107,33 @@ class EncodeTables:
             _follow(self._made)
             for rows, step, table in self._launches:
                 _launch_encode(rows, step, table)
+
+
+class CopyTables:
+    """Many copies on one device in two launches: of what is aligned, and of the rest."""
+
+    def __init__(self, sources: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        self._device, self._held = outs[0].device, (sources, outs)  # the tables have addresses only
+        both = zip(sources, outs, strict=True)
+        places = torch.tensor([[source.numel(), source.data_ptr(), out.data_ptr()] for source, out in both])
+        size, aligned = places[:, 0], ((places[:, 1] | places[:, 2]) % VECTOR_BYTES == 0)
+        head = torch.where(aligned, size - size % VECTOR_BYTES, 0)
+        tail = torch.stack([size - head, places[:, 1] + head, places[:, 2] + head], dim=1)
+        places[:, 0] = head
+        self._launches = []
+        for step, table in ((VECTOR_BYTES, places), (1, tail)):
+            longest = ENCODE_BLOCKS * ENCODE_LANES * _lane_bytes(step)
+            some = table[table[:, 0] > 0]
+            if len(some):
+                _warm_up_encode(COPY, step, self._device)
+                self._launches.append((step, _upload(_cut(some, longest), self._device)))
+        self._made = _mark(self._device)
+
+    def run(self) -> None:
+        with _current(self._device):
+            _follow(self._made)
+            for step, table in self._launches:
+                _launch_encode(COPY, step, table)
 
 
 class FingerprintTables:

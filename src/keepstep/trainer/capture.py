@@ -179,8 +179,9 @@ class Capture:
         view.write_layout(slot, plan)
         gates = {index: Gate() for index in parts.owners}
         job = Job(version, view, slot, header, sequence, plan, parts, gates, self._check(plan, parts), behind, look)
-        self._copy_eager(job, parts.small, "small")
-        self._copy_eager(job, parts.eager, "eager")
+        if parts.small is not None:
+            parts.small.write(arena.segment.fd, arena.payload_span(slot).offset)
+        self._copy_eager(job, parts.eager)
         self._gather_now(job)
         for device in parts.devices | {source.device for _, source in job.staged}:
             self._depart(job, device)
@@ -231,7 +232,7 @@ class Capture:
         checks.take()
         return checks
 
-    def _copy_eager(self, job: Job, units: Sequence[Unit | Coded], name: str) -> None:
+    def _copy_eager(self, job: Job, units: Sequence[Unit | Coded]) -> None:
         if not units:
             return
         started = time.perf_counter()
@@ -251,7 +252,7 @@ class Capture:
         if targets:
             faults.point("capture.eager")
             torch._foreach_copy_(targets, sources)
-        if name == "eager" and (targets or coded_bytes):
+        if targets or coded_bytes:
             self.spent.eager_bytes += sum(source.numel() for source in sources) + coded_bytes
             self.spent.eager_s += time.perf_counter() - started
 
@@ -418,6 +419,8 @@ class Capture:
             self._finish(job, reason)
             if not reason and not whole:  # a sample may be missed now and then: the keeper can begin before it is drawn
                 self._prepare_checks(job, whole=False)
+            if not reason:
+                self._prepare_gathering(job)
 
     def _land(self, job: Job) -> str:
         """Wait until all of it is there. Returns why the snapshot is void, if it is."""
@@ -462,6 +465,14 @@ class Capture:
             except Exception as error:  # a device without memory, say: this snapshot is whole all the same
                 log.warning("the next snapshot is only sampled: %s", error)
                 return
+
+    def _prepare_gathering(self, job: Job) -> None:
+        try:
+            with self.lanes.aside():
+                for one in (one for some in job.parts.gathered.values() for one in some):
+                    one.prepare()
+        except Exception as error:
+            log.warning("small tensors are collected by the host: %s", error)
 
     def _violated(self, job: Job, unit: Unit | Coded) -> None:
         names = [self._fence.watched[index].name for index in sorted(unit.owners)]

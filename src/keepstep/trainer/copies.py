@@ -23,6 +23,7 @@ from keepstep.trainer.fence import Watched
 from keepstep.trainer.gather import Gathered, gather
 from keepstep.trainer.landing import Ranges, marks
 from keepstep.trainer.ranges import cut, gaps, runs
+from keepstep.trainer.scattered import Scattered
 from keepstep.trainer.units import Unit
 
 
@@ -39,7 +40,7 @@ class Parts:
 
     eager: list[Unit | Coded]
     lazy: list[Unit | Coded] = field(default_factory=list)
-    small: list[Unit] = field(default_factory=list)
+    small: Scattered | None = None
     """of the host"""
     gathered: dict[torch.device, list[Gathered]] = field(default_factory=dict)
     gathered_now: list[Gathered] = field(default_factory=list)
@@ -99,10 +100,10 @@ class CopyPlan:
             (parts.lazy if unit.owners <= trusted else parts.eager).append(unit)
         loose: dict[torch.device, list[Unit]] = {}
         fenced: dict[torch.device, list[Unit]] = {}
+        here = [unit for unit in self.small if unit.device.type == "cpu"]
+        parts.small = Scattered(here) if here else None
         for unit in self.small:
-            if unit.device.type == "cpu":
-                parts.small.append(unit)
-            else:
+            if unit.device.type != "cpu":
                 waits = unit.owners and unit.owners <= trusted
                 (fenced if waits else loose).setdefault(unit.device, []).append(unit)
         parts.gathered = {device: gather(units) for device, units in fenced.items()}

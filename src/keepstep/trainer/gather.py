@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from keepstep.layout import ALIGN
+from keepstep.parity.device import CopyBatch
 from keepstep.trainer.units import Unit
 
 AT_ONCE = 2048
@@ -20,37 +21,50 @@ class Gathered:
 
     offset: int
     buffer: torch.Tensor
+    units: Sequence[Unit]
     batches: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
     """(places in the buffer, sources)"""
     owners: frozenset[int]
+    prepared: CopyBatch | None = None
+
+    def prepare(self) -> None:
+        """Have all addresses on the device, which then collects by itself: without, thousands of tensors take the
+        host tens of milliseconds each time. Waits for the device at first use."""
+        if self.prepared is None and self.buffer.is_cuda:
+            starts = [unit.offset - self.offset for unit in self.units]
+            places = [self.buffer[at : at + unit.size_bytes] for at, unit in zip(starts, self.units, strict=True)]
+            self.prepared = CopyBatch([unit.source for unit in self.units], places)
 
     def collect(self) -> None:
+        if self.prepared is not None:
+            self.prepared.run()
+            return
         for places, sources in self.batches:
             torch._foreach_copy_(places, sources)
 
     def leave(self, payload: torch.Tensor) -> None:
-        """On the current stream; its order keeps the buffer from being filled again too early."""
-        self.collect()
+        """What was collected, on the current stream."""
         payload[self.offset : self.offset + self.buffer.numel()].copy_(self.buffer, non_blocking=True)
 
 
 def gather(units: Sequence[Unit]) -> list[Gathered]:
     """All units are on one device. Those with a hole between them go apart."""
     found: list[Gathered] = []
-    for run in _runs(sorted(units, key=lambda unit: unit.offset)):
+    for run in runs_of(units):
         start, end = run[0].offset, run[-1].offset + run[-1].size_bytes
         buffer = torch.zeros(end - start, dtype=torch.uint8, device=run[0].device)
         places = [buffer[unit.offset - start : unit.offset - start + unit.size_bytes] for unit in run]
         owners = frozenset[int]().union(*(unit.owners for unit in run))
         batches = _batches(places, [unit.source for unit in run])
-        found.append(Gathered(start, buffer, batches, owners))
+        found.append(Gathered(start, buffer, run, batches, owners))
     return found
 
 
-def _runs(units: list[Unit]) -> list[list[Unit]]:
+def runs_of(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Side by side in the payload: nothing but padding is between them."""
     runs: list[list[Unit]] = []
     end = -1
-    for unit in units:
+    for unit in sorted(units, key=lambda unit: unit.offset):
         if not runs or unit.offset - end >= ALIGN:
             runs.append([])
         runs[-1].append(unit)

@@ -1,7 +1,7 @@
 """Copies that leave a CUDA device while training goes on.
 
     take          an event on the compute stream; everything begins behind it
-    copy thread   what is late is cloned on the device, beside the computation; small tensors are gathered; then piece
+    copy thread   small tensors are gathered and what is late is cloned on the device, beside the computation; piece
                   after piece goes straight from the live tensors (direct), and the clones leave last
     pre-hook      the update waits, on the device, for what still reads live tensors: the direct copies and the cloning
 
@@ -100,11 +100,13 @@ class Lane:
         self.split = Split(self.memory.numel(), scale=scale)
         self.vacant: torch.cuda.Event | None = None
         """after it the clones of the last snapshot have left"""
+        self.gathered: torch.cuda.Event | None = None
+        """after it small tensors of the last snapshot have left"""
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
 
     def warm_up(self, codes: set[tuple[int, int]]) -> None:
         """Load and compile everything that a snapshot uses, which takes up to seconds at first use."""
-        for k, m in codes or {(1, 1)}:
+        for k, m in {*codes, (1, 1)}:
             parity.warm_up(self.device, k, m)
         landing = torch.empty(64, dtype=torch.uint8)
         small = [torch.zeros(64, dtype=torch.uint8, device=self.device) for _ in range(2)]
@@ -162,8 +164,9 @@ class Departure:
         self._direct, self._late = pieces[:cut_at], pieces[cut_at:]
         self._reads: dict[int, list[torch.cuda.Event]] = {owner: [] for owner in cargo.owners}
         """by optimizer: the ends of what reads the tensors that it writes"""
-        self._looked = self._started = self._left = self._done = _timer()
+        self._collected = self._looked = self._started = self._left = self._done = _timer()
         self._hooked: torch.cuda.Event | None = None
+        self._to_leave = list(cargo.gathered)
         self._marks: list[tuple[torch.cuda.Event, Ranges]] = []
         """in the order in which they are passed"""
 
@@ -182,8 +185,6 @@ class Departure:
             stream.wait_event(self.begin)
             for target, clone in self._staged:
                 target.copy_(clone, non_blocking=True)
-            for one in self._cargo.gathered:
-                one.leave(self._cargo.payload)
             self._started = stream.record_event(_timer())
             self._read_until_here(ends.get(-1, ()), passed)
             for index, piece in enumerate(self._direct):
@@ -191,6 +192,7 @@ class Departure:
                 pace(piece.size_bytes)
                 self._read_until_here(ends.get(index, ()), passed)
                 self._mark(index)
+            self._leave_gathered()
             self._left = stream.record_event(_timer())
             for index, (cloned, target, clone) in enumerate(clones, len(self._direct)):
                 stream.wait_event(cloned)
@@ -206,6 +208,7 @@ class Departure:
         stream, found, at = self.lane.cloning, [], 0
         with torch.cuda.stream(stream):
             stream.wait_event(self.begin)
+            self._collect()
             self._look()
             self._looked = stream.record_event()
             self._reads = {owner: [self._looked] for owner in self.owners}
@@ -220,6 +223,26 @@ class Departure:
                 for owner in piece.owners:
                     self._reads[owner] = [event]  # later than those before
         return found
+
+    def _collect(self) -> None:
+        """Not on the stream of the copies: kernels wait their turn beside the computation, and the link would, too."""
+        if self._to_leave:
+            stream = self.lane.cloning
+            if self.lane.gathered is not None:
+                stream.wait_event(self.lane.gathered)
+            for one in self._to_leave:
+                one.collect()
+            self._collected = stream.record_event()
+
+    def _leave_gathered(self) -> None:
+        """When there was time to collect them, and before anything is said to be whole."""
+        if self._to_leave:
+            stream = self.lane.stream
+            stream.wait_event(self._collected)
+            for one in self._to_leave:
+                one.leave(self._cargo.payload)
+            self.lane.gathered = stream.record_event()
+            self._to_leave = []
 
     def _ends(self) -> dict[int, list[int]]:
         """By the index of a direct piece, -1 for none: the optimizers that own no later one."""
@@ -238,6 +261,7 @@ class Departure:
 
     def _mark(self, index: int) -> None:
         if index in self._cargo.landing:
+            self._leave_gathered()
             self._marks.append((self.lane.stream.record_event(_waited_for()), self._cargo.landing[index]))
 
     # On the training thread
