@@ -2,6 +2,7 @@
 
     take (caller's thread)    header WRITING → layout, eager copies → gates armed → return
     copy thread               lazy copies: of devices, queued (`leaving`); values; of the host, in place
+    follow thread             the keeper is told what has landed
     commit thread             all has landed → samples compared → header COMMITTED → the keeper is told
 
 The threads only move bytes with calls that release the GIL, and wait. A fault anywhere voids this
@@ -114,6 +115,7 @@ class Capture:
         # Two may be in flight, and the thread may have begun neither: one that was staged whole has no gate to wait at.
         self._queue: queue.Queue[Job | None] = queue.Queue(maxsize=2)
         self._copied: queue.Queue[tuple[Job, str] | None] = queue.Queue(maxsize=2)
+        self._followed: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.lanes = Lanes(config)
         self._random = random.Random()
         self._next_checks: dict[int, tuple[CopyPlan, Parts, list[Checks]]] = {}
@@ -129,6 +131,7 @@ class Capture:
         """started when there is something to compare with fingerprints of a device"""
         self._threads = [
             threading.Thread(target=self._copy_all, name="keepstep-copy", daemon=True),
+            threading.Thread(target=self._follow_all, name="keepstep-follow", daemon=True),
             threading.Thread(target=self._commit_all, name="keepstep-commit", daemon=True),
         ]
         for thread in self._threads:
@@ -315,7 +318,11 @@ class Capture:
             finally:
                 for gate in job.gates.values():
                     gate.passed.set()
+            # What `take` has cloned on another device lands beside it: then nothing is known to be whole.
+            if not reason and len(job.departures) == 1:
+                self._followed.put(job)
             self._copied.put((job, reason))
+        self._followed.put(None)
         self._copied.put(None)
 
     def _copy(self, job: Job) -> None:
@@ -399,6 +406,16 @@ class Capture:
                 self._violated(job, unit)
                 return
 
+    # On the thread that follows what lands
+
+    def _follow_all(self) -> None:
+        """The commit thread would be late: it may still be busy with the snapshot before."""
+        while (job := self._followed.get()) is not None:
+            try:
+                job.departures[0].follow(partial(self._landed, job))
+            except Exception as error:  # the commit thread finds out, too
+                log.debug("step %d is not followed: %r", job.version.step, error)
+
     # On the commit thread
 
     def _commit_all(self) -> None:
@@ -424,10 +441,8 @@ class Capture:
 
     def _land(self, job: Job) -> str:
         """Wait until all of it is there. Returns why the snapshot is void, if it is."""
-        # What `take` has cloned on another device lands beside it: then nothing is known to be whole.
-        landed = partial(self._landed, job) if len(job.departures) == 1 else lambda _: None
         for departure in job.departures:
-            moved, took_s = departure.finish(landed)
+            moved, took_s = departure.finish()
             self.spent.copied_bytes += moved
             self.spent.copy_s += took_s
         return job.void or next((g.broken for g in job.gates.values() if g.broken), "") or self._compare(job)

@@ -274,13 +274,18 @@ class Departure:
         for event in self._reads[owner]:
             stream.wait_event(event)
 
-    # On the thread that commits
+    # On the thread that tells what has landed
 
-    def finish(self, landed: Callable[[Ranges], None]) -> tuple[int, float]:
-        """Wait until everything has landed, and learn from it. Returns the direct bytes and the seconds they took."""
+    def follow(self, landed: Callable[[Ranges], None]) -> None:
+        """Say what is whole, until all is."""
         for event, ranges in self._marks:
             event.synchronize()
             landed(ranges)
+
+    # On the thread that commits
+
+    def finish(self) -> tuple[int, float]:
+        """Wait until everything has landed, and learn from it. Returns the direct bytes and the seconds they took."""
         self._done.synchronize()
         self._looked.synchronize()
         direct_bytes = sum(piece.size_bytes for piece in self._direct)
