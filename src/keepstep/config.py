@@ -63,7 +63,7 @@ class TakeConfig(_Section):
     """Cap for the background copy; lifted while an optimizer waits for it. 0: no cap."""
     small_bytes: int = 65536
     """Tensors up to this size are copied inside `take`, all together."""
-    staging_share: float = 0.1
+    staging_share: float = 0.095
     """Device memory for what cannot leave a GPU before the next update, as a share of the state."""
     staging_free_share: float = 0.05
     """The same as a share of the free device memory; the smaller one counts. Without any, the update waits."""

@@ -91,8 +91,8 @@ def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: in
     view.register_with_cuda()
     over: queue.Queue[tuple[Job, str]] = queue.Queue()
     capture = Capture(
-        Place(1, 4, 0, 1), TakeConfig(budget_ms=60_000), fence, committed=lambda job: over.put((job, "")),
-        voided=lambda job, reason: over.put((job, reason)),
+        Place(1, 4, 0, 1), TakeConfig(budget_ms=60_000), fence, landed=lambda job, ranges: None,
+        committed=lambda job: over.put((job, "")), voided=lambda job, reason: over.put((job, reason)),
     )  # fmt: skip
     try:
         for number in range(STEPS):
@@ -101,7 +101,8 @@ def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: in
             plan = turns.at(number)
             assert plan.parts(fence.watched).lazy or number == 2
             expected = [stream_bytes(stream, tensors) for stream in plan.layout.streams]
-            capture.begin(view, number % 2, Version(Incarnation(1, 1), number), plan, b"values", inexact=False)
+            version = Version(Incarnation(1, 1), number)
+            capture.begin(view, number % 2, version, plan, inexact=False, behind=lambda: b"values")
             step(params, optimizer)  # waits where it must
             job, reason = over.get(timeout=60)
             assert not reason, reason

@@ -105,3 +105,14 @@ def test_shares_are_measured_and_poisoned_snapshots_never_mix_steps(tmp_path: Pa
     assert poisoned["num_mixed"] == poisoned["num_void"] == 0
     assert poisoned["complete"] >= poisoned["checked"]
     assert "parity" in measures
+
+
+def test_the_capture_test_for_devices_runs_here_too() -> None:
+    """So that it is not out of date when it reaches a device."""
+    script = SCRIPT.parents[2] / "tests" / "gpu" / "test_shared_capture.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("passed") == 4
