@@ -15,6 +15,7 @@ import torch
 import keepstep
 from keepstep.config import KeeperConfig
 from keepstep.testing.run import LocalRun
+from keepstep.trainer.capture import Capture
 from keepstep.trainer.checks import Checks
 from keepstep.trainer.ring import Loads
 
@@ -171,6 +172,7 @@ def test_a_flipped_bit_is_found_in_the_map(run: LocalRun) -> None:
 
 def test_what_has_landed_is_read_while_the_rest_is_copied(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Training, "width", 1500)  # 108 MB: the keeper is told three times
+    monkeypatch.setattr(Capture, "_is_hurried", lambda self: True)  # as if the one before were still on its way
     config = run.config(keeper=KeeperConfig(reader_bytes=1))
     before = Training(seed=1)
     with keepstep.Snapshotter(before.state, config) as snapshots:

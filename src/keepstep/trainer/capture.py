@@ -71,6 +71,9 @@ class Job:
     """work that `take` has left to the copy thread; gives the encoded values"""
     look: Callable[[], str]
     """all that `take` has relied on, again: why the snapshot is void, or nothing"""
+    hurried: bool = False
+    """the one before is still on its way: the keeper shall read what lands at once. Otherwise it has time for that
+    afterwards, and to read beside the copy slows the copy"""
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(target, device clone) made inside `take`"""
     departures: list[Departure] = field(default_factory=list)
@@ -153,6 +156,9 @@ class Capture:
             return False
         return len(self._flying) >= most_in_flight(num_slots) or any(gate.open for gate in current.gates.values())
 
+    def _is_hurried(self) -> bool:
+        return bool(self._flying)
+
     # On the caller's thread
 
     def begin(
@@ -181,7 +187,10 @@ class Capture:
         sequence = arena.write_trainer_header(slot, header)
         view.write_layout(slot, plan)
         gates = {index: Gate() for index in parts.owners}
-        job = Job(version, view, slot, header, sequence, plan, parts, gates, self._check(plan, parts), behind, look)
+        job = Job(
+            version, view, slot, header, sequence, plan, parts, gates, self._check(plan, parts), behind, look,
+            self._is_hurried(),
+        )  # fmt: skip
         if parts.small is not None:
             parts.small.write(arena.segment.fd, arena.payload_span(slot).offset)
         self._copy_eager(job, parts.eager)
@@ -319,7 +328,7 @@ class Capture:
                 for gate in job.gates.values():
                     gate.passed.set()
             # What `take` has cloned on another device lands beside it: then nothing is known to be whole.
-            if not reason and len(job.departures) == 1:
+            if not reason and job.hurried and len(job.departures) == 1:
                 self._followed.put(job)
             self._copied.put((job, reason))
         self._followed.put(None)
@@ -367,7 +376,7 @@ class Capture:
                     held.append(index)
                 else:
                     passed(index)
-            if not job.departures and at in job.parts.landing:
+            if job.hurried and not job.departures and at in job.parts.landing:
                 self._landed(job, job.parts.landing[at])
         if held:
             self._compare_in_full(job, units, targets)
