@@ -567,6 +567,39 @@ def test_a_reader_that_remembers_sees_what_a_new_one_sees() -> None:
         assert seen.paths() == truth.paths(), what
 
 
+def test_what_is_encoded_behind_take_is_what_was_there_at_the_time() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    kept = {
+        "history": deque([1]),
+        "seen": {1},
+        "table": np.ones(2),
+        "nested": ([1], {"a": [2]}),
+        "raw": bytearray(b"a"),
+    }
+    group.update(kept)
+    reader = Reader(Items({"model": model, "optimizer": optimizer}), rng=True, grads=False)
+    reader.read()
+    reading, expected = (
+        reader.read(),
+        Reader(Items({"model": model, "optimizer": optimizer}), True, False).read().values,
+    )
+    group["history"].append(2)
+    group["seen"].add(2)
+    group["table"][0] = 7
+    group["nested"][0].append(3)
+    group["nested"][1]["a"].append(3)
+    group["raw"].extend(b"b")
+    group["lr"] = 17.0
+    random.random()
+    np.random.rand()
+    torch.rand(1)
+    assert reading.values == expected
+
+
 def test_module_that_shows_copies_of_its_tensors_is_restored(run: Run) -> None:
     class Copies(nn.Linear):
         def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -49,6 +49,7 @@ from keepstep.values import TensorRef, TorchDevice, TorchDtype, TorchSize
 INLINE_BYTES = 65536
 WHOLE, STATE, GROUPS = "", "state", "param_groups"
 GRADS = "grads"
+_CONSTANTS = frozenset({type(None), bool, int, float, str, bytes, TensorRef})
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -187,7 +188,8 @@ class Reader:
                 if item.kind == MODULE:
                     return {WHOLE: known.encoded}
                 groups = [_walk_group(group, tensors, first) for group in known.param_groups()]
-                return {STATE: known.encoded, GROUPS: Later(groups, item.path)}
+                later = Later(groups, item.path)
+                return {STATE: known.encoded, GROUPS: later if all(map(_is_frozen, groups)) else later.encode()}
         return self._parts_anew(item, tensors, first)
 
     def _parts_anew(self, item: Item, tensors: Tensors, first: int) -> Parts:
@@ -279,6 +281,16 @@ def _walk_group(group: dict[str, Any], tensors: Tensors, first: int) -> dict[str
     """Its parameters are numbers already, hundreds of them."""
     others = {key: value for key, value in group.items() if key != "params"}
     return {**_walk(others, tensors, first), "params": group["params"]}
+
+
+def _is_frozen(group: dict[str, Any]) -> bool:
+    """Whether nobody can change what is in it. Its own dict was made for this `take`."""
+    return all(map(_is_constant, (value for key, value in group.items() if key != "params")))
+
+
+def _is_constant(value: Any) -> bool:
+    kind = type(value)
+    return kind in _CONSTANTS or (kind is tuple and all(map(_is_constant, value)))
 
 
 def _has_plain_bytes(tensor: torch.Tensor) -> bool:
