@@ -33,14 +33,16 @@ def test_every_chunk_is_announced_once_and_behind_its_last_copy(seed: int, shuff
     copies = copies_of(rng, payload_bytes, shuffled=shuffled)
     found = marks(copies, payload_bytes, shared_offset)
     borders = {*range(0, shared_offset, CHUNK_BYTES), *range(shared_offset, payload_bytes, CHUNK_BYTES), payload_bytes}
-    announced: list[int] = []
+    announced: list[tuple[int, int]] = []
     for index, ranges in found.items():
         for begin, end in ranges:
             later = [(at, size) for at, size in copies[index + 1 :] if at < end and begin < at + size]
             assert not later, f"{later} come after {begin} to {end} was called whole"
             assert {begin, end} <= borders
-            announced += range(begin, end, 64)
-    assert len(announced) == len(set(announced)) >= payload_bytes // 64
+            announced.append((begin, end))
+    announced.sort()
+    assert [begin for begin, _ in announced] == [0, *(end for _, end in announced[:-1])], "a gap, or said twice"
+    assert announced[-1][1] == payload_bytes
     assert len(found) <= MOST_MARKS + 1
 
 
