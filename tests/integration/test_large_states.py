@@ -18,6 +18,7 @@ from keepstep.testing.run import LocalRun
 from keepstep.trainer.capture import Capture
 from keepstep.trainer.checks import Checks
 from keepstep.trainer.ring import Loads
+from keepstep.trainer.scattered import Scattered
 
 
 class Watching:
@@ -191,3 +192,44 @@ def test_what_has_landed_is_read_while_the_rest_is_copied(run: LocalRun, monkeyp
         assert restored is not None
         assert restored.step == 7
     assert after.bits() == before.bits()
+
+
+def test_memory_that_is_replaced_waits_for_a_take_that_has_begun(
+    run: LocalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor would be closed under the take, and the number given to somebody else's file."""
+    training, write = Training(seed=1), Scattered.write
+    before: list[Any] = []
+
+    def slow(self: Scattered, fd: int, start: int) -> None:
+        if before:
+            memory = snapshots._memory
+            memory.replace(before=snapshots._let_go)
+            time.sleep(1.0)
+            assert memory.view is before[0], "the memory went away"
+        write(self, fd, start)
+
+    monkeypatch.setattr(Scattered, "write", slow)
+    with keepstep.Snapshotter(training.state, run.config()) as snapshots:
+        snapshots.restore()
+        for step in range(1, 4):
+            training.step()
+            assert snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
+        before.append(snapshots._memory.view)
+        training.step()
+        pending = snapshots.take(4)
+        before.clear()
+        assert not pending.skipped, pending.reason
+        assert "Bad file descriptor" not in pending.reason
+        pending.wait(timeout_s=10)
+        deadline = time.monotonic() + 20
+        while snapshots._memory.busy:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        complete = False
+        for step in range(5, 60):
+            training.step()
+            complete = snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
+            if complete:
+                break
+        assert complete

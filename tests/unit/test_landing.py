@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
 from keepstep.layout import CHUNK_BYTES
-from keepstep.trainer.landing import LEAST_BYTES, MOST_MARKS, marks
+from keepstep.trainer.landing import LEAST_BYTES, MOST_MARKS, MOST_RANGES, marks
 
 MIB = 1 << 20
 
@@ -40,7 +41,11 @@ def test_every_chunk_is_announced_once_and_behind_its_last_copy(seed: int, shuff
             assert not later, f"{later} come after {begin} to {end} was called whole"
             assert {begin, end} <= borders
             announced.append((begin, end))
+    assert all(len(ranges) <= MOST_RANGES for ranges in found.values())
     announced.sort()
+    if shuffled:
+        assert all(a[1] <= b[0] for a, b in pairwise(announced)), "said twice"
+        return
     assert [begin for begin, _ in announced] == [0, *(end for _, end in announced[:-1])], "a gap, or said twice"
     assert announced[-1][1] == payload_bytes
     assert len(found) <= MOST_MARKS + 1

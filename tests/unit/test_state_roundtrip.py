@@ -567,6 +567,36 @@ def test_a_reader_that_remembers_sees_what_a_new_one_sees() -> None:
         assert seen.paths() == truth.paths(), what
 
 
+@pytest.mark.parametrize("grads", [False, True])
+def test_an_item_may_have_any_name(run: Run, grads: bool) -> None:
+    def make() -> dict[str, Any]:
+        model = nn.Linear(3, 3)
+        return {"grads": nn.Linear(2, 2), "rng": {"a": 1}, "items": [1, 2], "model": model, "loaders": {"b": 2}}
+
+    before, after = make(), make()
+    before["items"].append(3)
+    config = Config(grads=grads)
+    run.save(before, step=1, config=config)
+    run.load(after, config=config)
+    assert torch.equal(after["grads"].weight, before["grads"].weight)
+    assert after["items"] == [1, 2, 3]
+
+
+def test_a_value_that_cannot_be_kept_is_refused_inside_take_however_late_it_comes(run: Run) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with run.begin({"model": model, "optimizer": optimizer}) as snapshots:
+        snapshots.restore()
+        for step in range(1, 6):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            run.take(snapshots, step)
+        optimizer.param_groups[0]["odd"] = object()
+        pending = snapshots.take(6)
+        assert pending.skipped
+        assert "odd" in pending.reason
+
+
 def test_what_is_encoded_behind_take_is_what_was_there_at_the_time() -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())

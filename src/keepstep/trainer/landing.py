@@ -16,10 +16,12 @@ Ranges = tuple[tuple[int, int], ...]
 LEAST_BYTES = 32 << 20
 MOST_MARKS = 32
 """for each snapshot: the keeper is told of each, and what it has not read yet must fit the socket"""
+MOST_RANGES = 16
+"""for each mark, for the same reason: of a layout that lands in smaller parts the seal reads the rest"""
 
 
 def marks(copies: Sequence[tuple[int, int]], payload_bytes: int, shared_offset: int) -> dict[int, Ranges]:
-    """By the index of a copy: what became whole since the mark before it. Copies are (offset, size).
+    """By the index of a copy: what became whole since the mark before it, or most of that. Copies are (offset, size).
 
     Nothing where the payload is so small that the keeper can as well read it afterwards.
     """
@@ -43,7 +45,7 @@ def marks(copies: Sequence[tuple[int, int]], payload_bytes: int, shared_offset: 
     for index in _ends([size for _, size in copies], max(LEAST_BYTES, payload_bytes // MOST_MARKS)):
         whole = (chunk for chunk, by in enumerate(last) if done < by <= index)
         spans = (_span(chunk, own, payload_bytes, shared_offset) for chunk in whole)
-        if ranges := _together(spans):
+        if ranges := _together(spans)[:MOST_RANGES]:
             found[index] = ranges
         done = index
     return found

@@ -63,9 +63,10 @@ class Memory:
 
     def get_behind(self, need: ArenaNeed, *, before: Callable[[], object], after: Callable[[], object]) -> None:
         """The same in the background, between `before` and `after`."""
-        if self.busy:
-            return
-        self.busy = True
+        with self._changing:
+            if self.busy:
+                return
+            self.busy = True
 
         def work() -> None:
             try:

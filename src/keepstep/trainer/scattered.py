@@ -21,6 +21,8 @@ from keepstep.trainer.units import Unit
 
 MOST_PIECES = 1024
 """in one call (IOV_MAX)"""
+MOST_BYTES = 1 << 30
+"""in one call: the system takes 2 GiB at most, and says so only by a short count"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.pwritev.restype = ctypes.c_ssize_t
@@ -59,7 +61,7 @@ def _calls(run: list[Unit]) -> list[_Call]:
     ends = [*(unit.offset for unit in run[1:]), run[-1].offset + run[-1].size_bytes]
     pieces, calls, start = list[tuple[int, int]](), list[_Call](), run[0].offset
     for unit, end in zip(run, ends, strict=True):
-        if len(pieces) + 2 > MOST_PIECES:
+        if pieces and (len(pieces) + 2 > MOST_PIECES or end - start > MOST_BYTES):
             calls.append(_Call(np.array(pieces, dtype=np.uint64), start, unit.offset - start))
             pieces, start = [], unit.offset
         pieces.append((unit.source.data_ptr(), unit.size_bytes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -97,6 +98,8 @@ class Snapshotter:
         self._memory = Memory(self._link, self.config.arena)
         self._link.arena_id = lambda: self._memory.arena_id
         self._waiting = Waiting()
+        self._taking = threading.Lock()
+        """held by a `take` as long as it writes into the arena"""
         self._progress = -1
         self._used = ("", -1)
         """the arena and serial of the last grant that was used"""
@@ -185,6 +188,7 @@ class Snapshotter:
             return self._take(step)
         except Exception as error:
             log.exception("take(%d) failed; training goes on", step)
+            self._memory.write_progress()
             return PendingSnapshot(step, reason=f"take failed: {error!r}")
 
     def _take(self, step: int) -> PendingSnapshot:
@@ -198,6 +202,10 @@ class Snapshotter:
             return self._skip(step, f"not due: every={self.config.every}")
         for part in self._sharded:
             part.reshard()
+        with self._taking:
+            return self._take_granted(step, stepped=stepped)
+
+    def _take_granted(self, step: int, *, stepped: bool) -> PendingSnapshot:
         grant = self._grant(step)
         if isinstance(grant, str):
             return self._skip(step, grant)
@@ -263,7 +271,7 @@ class Snapshotter:
         plan = seen.plan
         if not view.arena.fits(ArenaNeed(len(plan.encoded), values_bytes, plan.payload_bytes)):
             wanted = sizing.need_of(plan, len(seen.reading.values), [], self._sharing)
-            self._memory.grow(wanted, before=lambda: self._capture.drain(timeout_s=600))
+            self._memory.grow(wanted, before=self._let_go)
             size = plan.payload_bytes + values_bytes
             raise CaptureError(f"the state has outgrown its arena ({size:,} bytes); a larger one is made")
 
@@ -294,6 +302,8 @@ class Snapshotter:
         self._link.say(Committed(job.view.arena.arena_id, job.slot, job.version))
 
     def _on_void(self, job: Job, reason: str) -> None:
+        self._warn_once(f"a snapshot that had begun is void: {reason}")
+        self._memory.write_progress()  # the copy may have failed before it was
         self._link.say(Void(job.view.arena.arena_id, job.slot, job.version, reason))
         self._waiting.void(job.version, reason)
 
@@ -304,7 +314,13 @@ class Snapshotter:
         self._waiting.protected(message.version)
 
     def _on_arena_refused(self) -> None:
-        self._memory.replace(before=lambda: self._capture.drain(timeout_s=600))
+        self._memory.replace(before=self._let_go)
+
+    def _let_go(self) -> None:
+        """The arena goes: no `take` begins any more (`Memory.busy`), and those that have begun are over."""
+        with self._taking:
+            pass
+        self._capture.drain(timeout_s=600)
 
     def _on_voided(self, message: Voided) -> None:
         view = self._memory.view

@@ -109,13 +109,15 @@ class Reading:
     """what was recognised as unchanged, perhaps by a share of it"""
     rng: GlobalState | None
     encoder: GlobalEncoder
+    grads: tuple[int, Parts] | None = None
+    """not among the parts: an item of the user's may have that name"""
 
     @cached_property
     def values(self) -> bytes:
         """Encoded: behind `take`, where nobody waits for it."""
         rng = {"rng": self.encoder.encode(self.rng)} if self.rng is not None else {}
         items = {path: [first, _encoded(parts)] for path, (first, parts) in self.parts.items()}
-        grads = {"grads": items.pop(GRADS)} if GRADS in items else {}
+        grads = {GRADS: [self.grads[0], _encoded(self.grads[1])]} if self.grads is not None else {}
         return _encode({"items": items, **grads, **self.tree, **rng}, "state")
 
     @property
@@ -130,9 +132,10 @@ class Reading:
     def paths(self) -> dict[int, str]:
         """Tensor index -> path, for layouts and messages."""
         found: dict[int, str] = {}
-        for path, (first, parts) in self.parts.items():
+        grads = [(GRADS, self.grads)] if self.grads is not None else []
+        for path, (first, parts) in [*self.parts.items(), *grads]:
             for name, encoded in _encoded(parts).items():
-                where = f"{path}.{name}" if name and path != GRADS else path
+                where = f"{path}.{name}" if name else path
                 for inner, index in _references(where, codec.decode(encoded)):
                     found[first + index] = inner
         return found
@@ -153,16 +156,17 @@ class Reader:
         tensors = Tensors()
         parts = {item.path: (len(tensors), self._read(item, tensors, share)) for item in self.items.all}
         tree: dict[str, Any] = {}
+        grads: tuple[int, Parts] | None = None
         if self.grads:
             found = [p.grad for o in self.items.optimizers for group in o.param_groups for p in group["params"]]
-            parts[GRADS] = (len(tensors), {WHOLE: _encode(_walk(found, tensors, len(tensors)), GRADS)})
+            grads = (len(tensors), {WHOLE: _encode(_walk(found, tensors, len(tensors)), GRADS)})
         if self.rng:
             tree["loaders"] = {
                 item.path: [generator_state(generator) for generator in loader_generators(item.thing)]
                 for item in self.items.of(LOADER)
             }
         rng = GlobalState.now() if self.rng else None
-        return Reading(tree, tensors, parts, list(self._known.values()), rng, self._encoder)
+        return Reading(tree, tensors, parts, list(self._known.values()), rng, self._encoder, grads)
 
     def _read(self, item: Item, tensors: Tensors, share: int | None) -> Parts:
         try:
