@@ -14,6 +14,7 @@ import torch
 
 import keepstep
 from keepstep.config import KeeperConfig
+from keepstep.protocol import ArenaNeed
 from keepstep.testing.run import LocalRun
 from keepstep.trainer.capture import Capture
 from keepstep.trainer.checks import Checks
@@ -204,7 +205,9 @@ def test_memory_that_is_replaced_waits_for_a_take_that_has_begun(
     def slow(self: Scattered, fd: int, start: int) -> None:
         if before:
             memory = snapshots._memory
-            memory.replace(before=snapshots._let_go)
+            header = before[0].arena.header
+            need = ArenaNeed(header.layout_capacity, 2 * header.values_capacity, header.payload_capacity)
+            memory.grow(need, before=snapshots._let_go)
             time.sleep(1.0)
             assert memory.view is before[0], "the memory went away"
         write(self, fd, start)
