@@ -15,7 +15,7 @@ STAGES = (
     ("_survey._reader", "read"),
     ("_survey", "_is_known"),
     ("_capture", "begin"),
-    ("_capture", "_check"),
+    ("_capture._prepared", "next_checks"),
     ("_capture", "_copy_eager"),
     ("_capture", "_gather_now"),
     ("_capture", "_depart"),

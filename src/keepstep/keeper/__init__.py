@@ -12,6 +12,7 @@
     runtime      the loop: sockets, pidfds, timers; carries the effects out
     control      one connection on the control socket
     work         threads that seal, verify and allocate
+    early        what has landed of a snapshot, checksummed before its commit
     reading      large slots, checksummed by a process that maps them (reader)
     report       status, metrics and HTTP on the second socket
     lease        its lock, its card, its sockets: that there is one, and that it leaves nothing

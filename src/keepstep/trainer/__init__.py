@@ -6,9 +6,10 @@ state        reading them: values as bytes, tensors by reference  (skeleton: rec
 rng          random states
 blocks       which bytes those tensors are, each stored once: the layout
 fence        the optimizer hooks: what may be copied while training goes on
-copies       which of those bytes are copied inside take, which behind it
+copies       which of those bytes are copied inside take, which behind it  (scattered, gather: small tensors)
 view         the arena as this process writes it
 capture      one snapshot: what is copied inside take, what behind it, and the commit
+leaving      how it leaves a device; landing: what of it is whole; prepared: what the next one needs
 loading      restore(): asked, read, compared, written
 restore      into the live objects: checked first, then strictly in place, RNG last
 ring         how its bytes get to devices; ahead: what is prepared while the keeper still checks them

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +37,7 @@ from keepstep.trainer.fence import Fence, Gate
 from keepstep.trainer.landing import Ranges
 from keepstep.trainer.lanes import Lanes
 from keepstep.trainer.leaving import PIECE_BYTES, Departure
+from keepstep.trainer.prepared import FULL_CHECKS, Prepared
 from keepstep.trainer.prints import frame
 from keepstep.trainer.units import Unit
 from keepstep.trainer.view import ArenaView
@@ -46,8 +46,6 @@ from keepstep.types import Version
 
 log = logging.getLogger("keepstep")
 
-# Compared in full behind `take`, as long as nobody waits: the first snapshots of a layout.
-FULL_CHECKS = 3
 FIRST_GUESS_BYTES_S = 2e9
 THROTTLED_PIECE_BYTES = 1 << 20
 MOST_READERS = 8
@@ -121,10 +119,7 @@ class Capture:
         self._copied: queue.Queue[tuple[Job, str] | None] = queue.Queue(maxsize=2)
         self._followed: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.lanes = Lanes(config)
-        self._random = random.Random()
-        self._next_checks: dict[int, tuple[CopyPlan, Parts, list[Checks]]] = {}
-        """chosen behind captures before, by plan (a layout has one for each turn of its shares): as many as may begin
-        before the next are chosen"""
+        self._prepared = Prepared(config, self.lanes)
         self.spent = Spent()
         self._saying = threading.Lock()
         """held from the moment a capture is not in flight any more until the keeper was told"""
@@ -188,9 +183,9 @@ class Capture:
         sequence = arena.write_trainer_header(slot, header)
         view.write_layout(slot, plan)
         gates = {index: Gate() for index in parts.owners}
+        checks = self._prepared.next_checks(plan, parts)
         job = Job(
-            version, view, slot, header, sequence, plan, parts, gates, self._check(plan, parts), behind, look,
-            self._is_hurried(),
+            version, view, slot, header, sequence, plan, parts, gates, checks, behind, look, self._is_hurried()
         )  # fmt: skip
         if parts.small is not None:
             parts.small.write(arena.segment.fd, arena.payload_span(slot).offset)
@@ -233,17 +228,6 @@ class Capture:
                 f"(largest: {largest.path})",
                 hint="put the optimizer that writes them into the state, or raise KEEPSTEP_TAKE_BUDGET_MS",
             )
-
-    def _check(self, plan: CopyPlan, parts: Parts) -> Checks:
-        """Something of what will be copied behind `take`, as it is now."""
-        if not self._config.fingerprint or not parts.lazy:
-            return Checks()
-        faults.point("capture.sample")
-        prepared = self._next_checks.get(id(plan))
-        known = prepared is not None and prepared[1] is parts and prepared[2]
-        checks = known.pop(0) if known else Checks.first(parts, self._random)
-        checks.take()
-        return checks
 
     def _copy_eager(self, job: Job, units: Sequence[Unit | Coded]) -> None:
         if not units:
@@ -441,14 +425,19 @@ class Capture:
                 reason = f"the copy failed: {error!r}"
             if reason:
                 self.lanes.settle()
-            whole = self._checks_whole(job)
+            whole = self._prepared.is_whole(job.plan)
             if not reason and whole:  # the next one must not begin without
-                self._prepare_checks(job, whole=True)
+                self._choose_checks(job, whole=True)
             self._finish(job, reason)
             if not reason and not whole:  # a sample may be missed now and then: the keeper can begin before it is drawn
-                self._prepare_checks(job, whole=False)
+                self._choose_checks(job, whole=False)
             if not reason:
-                self._prepare_gathering(job)
+                self._prepared.gathering(job.parts)
+
+    def _choose_checks(self, job: Job, *, whole: bool) -> None:
+        if job.checks:
+            count = most_in_flight(job.view.arena.num_slots)
+            self._prepared.choose(job.plan, job.parts, count=count, whole=whole)
 
     def _land(self, job: Job) -> str:
         """Wait until all of it is there. Returns why the snapshot is void, if it is."""
@@ -475,36 +464,6 @@ class Capture:
             return self._readers.map(look, starts)
         except RuntimeError:  # the interpreter ends and starts no threads any more: the last snapshot counts too
             return map(look, starts)
-
-    def _checks_whole(self, job: Job) -> bool:
-        """Whether the next snapshot with this plan is looked at in full."""
-        return self._config.fingerprint_all or job.plan.history.snapshots <= FULL_CHECKS
-
-    def _prepare_checks(self, job: Job, *, whole: bool) -> None:
-        """Other places for the next snapshots with this plan, while nobody waits."""
-        if not job.checks:
-            return
-        for key, (plan, _, _) in list(self._next_checks.items()):
-            if plan.history is not job.plan.history:
-                del self._next_checks[key]
-        prepared = self._next_checks.get(id(job.plan))
-        if prepared is None or prepared[1] is not job.parts:
-            prepared = self._next_checks[id(job.plan)] = (job.plan, job.parts, [])
-        while len(prepared[2]) < most_in_flight(job.view.arena.num_slots):
-            try:
-                with self.lanes.aside():
-                    prepared[2].append(Checks.next(job.parts, self._random, whole=whole))
-            except Exception as error:  # a device without memory, say: this snapshot is whole all the same
-                log.warning("the next snapshot is only sampled: %s", error)
-                return
-
-    def _prepare_gathering(self, job: Job) -> None:
-        try:
-            with self.lanes.aside():
-                for one in (one for some in job.parts.gathered.values() for one in some):
-                    one.prepare()
-        except Exception as error:
-            log.warning("small tensors are collected by the host: %s", error)
 
     def _violated(self, job: Job, unit: Unit | Coded) -> None:
         names = [self._fence.watched[index].name for index in sorted(unit.owners)]

@@ -1,0 +1,70 @@
+"""What the next snapshots need and the last ones make ready, behind the training: what is looked at, and how small
+tensors are collected.
+
+`next_checks` is called inside `take`; all else on the commit thread, while nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+
+from keepstep import faults
+from keepstep.config import TakeConfig
+from keepstep.trainer.checks import Checks
+from keepstep.trainer.copies import CopyPlan, Parts
+from keepstep.trainer.lanes import Lanes
+
+log = logging.getLogger("keepstep")
+
+FULL_CHECKS = 3
+"""the first snapshots of a layout are compared in full"""
+
+
+class Prepared:
+    """By plan: a layout has one for each turn of its shares."""
+
+    def __init__(self, config: TakeConfig, lanes: Lanes) -> None:
+        self._config, self._lanes = config, lanes
+        self._random = random.Random()
+        self._checks: dict[int, tuple[CopyPlan, Parts, list[Checks]]] = {}
+
+    def next_checks(self, plan: CopyPlan, parts: Parts) -> Checks:
+        """Something of what will be copied behind `take`, as it is now."""
+        if not self._config.fingerprint or not parts.lazy:
+            return Checks()
+        faults.point("capture.sample")
+        prepared = self._checks.get(id(plan))
+        known = prepared is not None and prepared[1] is parts and prepared[2]
+        checks = known.pop(0) if known else Checks.first(parts, self._random)
+        checks.take()
+        return checks
+
+    def is_whole(self, plan: CopyPlan) -> bool:
+        """Whether the next snapshot with this plan is looked at in full."""
+        return self._config.fingerprint_all or plan.history.snapshots <= FULL_CHECKS
+
+    def choose(self, plan: CopyPlan, parts: Parts, *, count: int, whole: bool) -> None:
+        """Other places for the next snapshots with this plan: as many as may begin before this is called again."""
+        for key, (other, _, _) in list(self._checks.items()):
+            if other.history is not plan.history:
+                del self._checks[key]
+        prepared = self._checks.get(id(plan))
+        if prepared is None or prepared[1] is not parts:
+            prepared = self._checks[id(plan)] = (plan, parts, [])
+        while len(prepared[2]) < count:
+            try:
+                with self._lanes.aside():
+                    prepared[2].append(Checks.next(parts, self._random, whole=whole))
+            except Exception as error:  # a device without memory, say: the snapshots themselves are whole all the same
+                log.warning("the next snapshot is only sampled: %s", error)
+                return
+
+    def gathering(self, parts: Parts) -> None:
+        """Have the addresses of small tensors on their device."""
+        try:
+            with self._lanes.aside():
+                for one in (one for some in parts.gathered.values() for one in some):
+                    one.prepare()
+        except Exception as error:
+            log.warning("small tensors are collected by the host: %s", error)
