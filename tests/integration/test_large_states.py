@@ -73,6 +73,16 @@ def readers_of(run: LocalRun) -> list[int]:
     return [int(pid) for children in found for pid in children.read_text().split()]
 
 
+def check_restored(config: keepstep.Config, before: Training, step: int) -> None:
+    """A new life gets back what the one before had at this step."""
+    after = Training(seed=2)
+    with keepstep.Snapshotter(after.state, config) as snapshots:
+        restored = snapshots.restore()
+        assert restored is not None
+        assert restored.step == step
+    assert after.bits() == before.bits()
+
+
 def test_restore_through_the_ring_is_exact(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Training(seed=1)
     with keepstep.Snapshotter(before.state, run.config()) as snapshots:
@@ -115,12 +125,7 @@ def test_snapshots_are_sealed_and_restored_whatever_becomes_of_the_reader(run: L
         snapshots.close(finished=False)
     assert len(killed) == 1
     assert all(not result.problem for result in run.verify())
-    after = Training(seed=2)
-    with keepstep.Snapshotter(after.state, config) as snapshots:
-        restored = snapshots.restore()
-        assert restored is not None
-        assert restored.step == 15
-    assert after.bits() == before.bits()
+    check_restored(config, before, 15)
 
 
 def test_the_first_snapshots_are_all_looked_at_as_they_should_be(
@@ -172,9 +177,13 @@ def test_a_flipped_bit_is_found_in_the_map(run: LocalRun) -> None:
         snapshots.close(finished=True)
 
 
-def test_what_has_landed_is_read_while_the_rest_is_copied(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hurried", [True, False])
+def test_what_has_landed_is_read_while_the_rest_is_copied_when_the_next_one_waits(
+    run: LocalRun, monkeypatch: pytest.MonkeyPatch, hurried: bool
+) -> None:
     monkeypatch.setattr(Training, "width", 1500)  # 108 MB: the keeper is told three times
-    monkeypatch.setattr(Capture, "_is_hurried", lambda self: True)  # as if the one before were still on its way
+    if hurried:  # as if the one before were still on its way
+        monkeypatch.setattr(Capture, "_is_hurried", lambda self: True)
     config = run.config(keeper=KeeperConfig(reader_bytes=1))
     before = Training(seed=1)
     with keepstep.Snapshotter(before.state, config) as snapshots:
@@ -183,16 +192,11 @@ def test_what_has_landed_is_read_while_the_rest_is_copied(run: LocalRun, monkeyp
             before.step()
             assert snapshots.take(step).wait(timeout_s=30) >= keepstep.Survives.PROCESS
         counters = snapshots.status().counters
-        # Each slot is read through its descriptor first; a kept chunk is read once, before or after the commit.
-        assert counters["early_chunks"] >= 3 * 20, counters
+        # Each slot is read through its descriptor first. Without need nothing is: to read slows the copy.
+        assert counters["early_chunks"] >= 3 * 20 if hurried else counters["early_chunks"] == 0, counters
         assert all(not result.problem for result in run.verify())
         snapshots.close(finished=False)
-    after = Training(seed=2)
-    with keepstep.Snapshotter(after.state, config) as snapshots:
-        restored = snapshots.restore()
-        assert restored is not None
-        assert restored.step == 7
-    assert after.bits() == before.bits()
+    check_restored(config, before, 7)
 
 
 def test_memory_that_is_replaced_waits_for_a_take_that_has_begun(
