@@ -34,7 +34,8 @@ def laid_out(sizes: tuple[int, ...] = SIZES) -> tuple[list[Unit], torch.Tensor]:
 
 def taken(units: list[Unit], *, whole: bool = True, seed: int = 0) -> Prints:
     prints = Prints(units, random.Random(seed), whole=whole)
-    prints.take()
+    prints.compute()
+    prints.leave()
     return prints
 
 
@@ -72,6 +73,16 @@ def test_change_at_the_source_counts_against_the_optimizers_that_are_asked_for()
     assert prints.changed_at_source({0}) is units[2]
 
 
+def test_nobody_can_say_what_changed_before_the_prints_are_on_their_way() -> None:
+    units, _ = laid_out()
+    prints = Prints(units, random.Random(0), whole=True)
+    assert prints.changed_at_source({0}) is units[0]
+    prints.compute()
+    assert prints.changed_at_source({0}) is units[0], "what stands in their place on the host is nothing yet"
+    prints.leave()
+    assert prints.changed_at_source({0}) is None
+
+
 def test_chunks_are_drawn_anew_each_time_so_that_all_are_seen() -> None:
     units, payload = laid_out((64 * (4 << 20),))
     payload[5] ^= 1
@@ -79,7 +90,8 @@ def test_chunks_are_drawn_anew_each_time_so_that_all_are_seen() -> None:
     found = 0
     for _ in range(400):
         prints = Prints(units, rng, whole=False)
-        prints.take()
+        prints.compute()
+        prints.leave()
         found += prints.changed_on_the_way(payload) is not None
     assert 1 <= found <= 30, "one chunk of sixty-four"
 

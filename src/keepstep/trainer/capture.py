@@ -212,7 +212,8 @@ class Capture:
         """Copies of this device begin where its compute stream stands now."""
         cargo = job.view.cargo(job.slot, job.plan, job.parts, device)
         staged = [pair for pair in job.staged if pair[1].device == device]
-        departure = Departure(self.lanes.of(device), cargo, staged, partial(job.checks.look, device))
+        checks = (partial(job.checks.look, device), partial(job.checks.leave, device))
+        departure = Departure(self.lanes.of(device), cargo, staged, *checks)
         job.departures.append(departure)
         for owner in departure.owners:
             job.gates[owner].overtake.append(partial(departure.overtake, owner))

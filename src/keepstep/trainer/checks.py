@@ -47,7 +47,13 @@ class Checks:
         """Queue the fingerprints of a device on its current stream."""
         for one in self.prints:
             if one.device == device:
-                one.take()
+                one.compute()
+
+    def leave(self, device: torch.device) -> None:
+        """Queue their way to the host."""
+        for one in self.prints:
+            if one.device == device:
+                one.leave()
 
     def changed_at_source(self, owners: set[int]) -> Unit | Coded | None:
         return next((unit for one in self._all() if (unit := one.changed_at_source(owners)) is not None), None)

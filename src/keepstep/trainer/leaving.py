@@ -1,14 +1,16 @@
 """Copies that leave a CUDA device while training goes on.
 
     take          an event on the compute stream; everything begins behind it
-    copy thread   small tensors are gathered and what is late is cloned on the device, beside the computation; piece
-                  after piece goes straight from the live tensors (direct), and the clones leave last
+    copy thread   small tensors are gathered, fingerprints computed and what is late is cloned on the device, beside
+                  the computation; piece after piece goes straight from the live tensors (direct), the clones last
     pre-hook      the update waits, on the device, for what still reads live tensors: the direct copies and the cloning
 
 All of it is queued at once. The host usually runs far ahead of the device, so nothing that it sees can tell how far
 copies will come before the update: what is late is decided beforehand, from how the last snapshots went (`split`).
 
-Nothing here blocks the training thread but the time that a few calls take; the device waits for events.
+Nothing here blocks the training thread but the time that a few calls take; the device waits for events. All that
+leaves it goes on one stream, the smallest thing too: one engine of the device does it all, and serves two streams more
+slowly than one.
 """
 
 from __future__ import annotations
@@ -149,14 +151,16 @@ class Departure:
         cargo: Cargo,
         staged: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         look: Callable[[], None] = lambda: None,
+        tell: Callable[[], None] = lambda: None,
     ) -> None:
         """Made inside `take`: begins where the compute stream stands now.
 
-        `staged`: (target, clone) that `take` has made already. `look`: queues what else reads the live tensors.
+        `staged`: (target, clone) that `take` has made already. `look`: queues what else reads the live tensors;
+        `tell`: queues the way of what was seen to the host.
         """
         self.lane = lane
         self.begin = torch.cuda.current_stream(lane.device).record_event(_timer())
-        self._cargo, self._staged, self._look, pieces = cargo, staged, look, cargo.pieces
+        self._cargo, self._staged, self._look, self._tell, pieces = cargo, staged, look, tell, cargo.pieces
         late_bytes, cut_at = lane.split.late_of(cargo.size_bytes), len(pieces)
         while cut_at and pieces[cut_at - 1].size_bytes <= late_bytes:
             cut_at -= 1
@@ -194,6 +198,8 @@ class Departure:
                 self._mark(index)
             self._leave_gathered()
             self._left = stream.record_event(_timer())
+            stream.wait_event(self._looked)
+            self._tell()
             for index, (cloned, target, clone) in enumerate(clones, len(self._direct)):
                 stream.wait_event(cloned)
                 faults.point("capture.copy")

@@ -79,28 +79,39 @@ class Prints:
         self._landing = torch.empty(
             num_rows, FINGERPRINT_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda"
         )
-        """rows leave ahead of the bytes that they are of, not behind the next snapshot's"""
         self._landed: torch.cuda.Event | None = None
+        self._has_left = False
 
     def _drawn(self) -> list[Coded]:
         units = [self._coded.units[index] for index in self._coded.unit]
         return [unit for unit in units if isinstance(unit, Coded)]
 
-    def take(self) -> None:
+    def compute(self) -> None:
         """Queue them on the current stream."""
+        self._has_left = False
         if self._landed is not None:
             torch.cuda.current_stream(self.device).wait_event(self._landed)
         self._rows, self._read = self._batch.run(), None
+
+    def leave(self) -> None:
+        """Queue their way to the host on the current stream, which is behind `compute`.
+
+        It should be the stream of the large copies: all that leaves a device uses one engine. From another stream rows
+        would wait there for a whole snapshot, and slow it down by a twelfth meanwhile.
+        """
+        assert self._rows is not None
         self._landing.copy_(self._rows, non_blocking=True)
         if self._rows.is_cuda:
             self._landed = torch.cuda.current_stream(self.device).record_event()
+        self._has_left = True
 
     def changed_at_source(self, owners: set[int]) -> Unit | Coded | None:
         """The first unit of these optimizers that is not what it was. Waits for the device."""
-        if self._rows is None:  # nobody has looked yet, so nobody can say
+        if not self._has_left:  # nobody has looked yet, so nobody can say
             return next((unit for unit in self._plain.units if unit.owners & owners), None)
         before = self._expected()
-        self.take()
+        self.compute()
+        self.leave()
         differs = (before != self._expected()).any(axis=1)
         return next((unit for unit in self._units_at(differs) if unit.owners & owners), None)
 
@@ -141,7 +152,7 @@ class Prints:
         """A row for each spot; that of parity follows from those of its sources. Waits for the device, once."""
         if self._read is not None:
             return self._read
-        assert self._rows is not None
+        assert self._has_left
         if self._landed is not None:
             self._landed.synchronize()
         rows: np.ndarray = self._landing.numpy().copy()
