@@ -224,6 +224,29 @@ def test_a_seal_does_not_wait_for_what_has_landed_of_others(trainer: Trainer) ->
     early.close()
 
 
+def test_words_that_have_piled_up_are_heeded_together(trainer: Trainer) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def read(arena: Arena, slot: int, chunks: list[Chunk]) -> bytes | None:
+        calls.append((slot, len(chunks)))
+        return trainer.digests(arena, slot, chunks)
+
+    early = Early(read)
+    trainer.begin(2, slot=1)
+    others, version = trainer.sequence, trainer.begin(1)
+    with early.standing_back():
+        for at in (0, 1):
+            early.landed(trainer.arena, 0, trainer.sequence, ((at * CHUNK_BYTES, (at + 1) * CHUNK_BYTES),))
+        early.landed(trainer.arena, 1, others, ((0, CHUNK_BYTES),))
+        early.landed(trainer.arena, 0, trainer.sequence, ((SHARED, SHARED + CHUNK_BYTES),))
+    until_read(early)
+    assert calls == [(0, 2), (1, 1), (0, 1)], "what lies behind the word of another slot is not brought forward"
+    trainer.commit()
+    assert len([at for at in seal(trainer, early, version) if at >= 0]) == 4
+    checksum.verify(trainer.arena, 0)
+    early.close()
+
+
 def test_it_stands_back_while_a_slot_is_sealed(trainer: Trainer, early: Early) -> None:
     trainer.begin(1)
     with early.standing_back():

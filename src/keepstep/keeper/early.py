@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from keepstep.arena import header as h
 from keepstep.arena.chunks import SHARED, UNIQUE, Chunk, chunk_spans
@@ -28,6 +28,8 @@ Read = Callable[[Arena, int, list[Chunk]], bytes | None]
 """16 bytes for each chunk, or None: it is not worth it, or cannot be done now"""
 MOST_WAITING = 1024
 """words of trainers; those beyond it are not listened to"""
+AT_ONCE = 8
+"""words that are heeded together when they have piled up: each call has its price. Who seals waits for one of them"""
 
 
 @dataclass
@@ -54,6 +56,9 @@ class Word:
     @property
     def key(self) -> tuple[str, int]:
         return self.arena.arena_id, self.slot
+
+    def is_more_of(self, other: Word) -> bool:
+        return (self.key, self.sequence) == (other.key, other.sequence)
 
 
 class Early:
@@ -126,7 +131,12 @@ class Early:
             self._changed.wait_for(lambda: self._ended or (self._words and not self._seals))
             if self._ended:
                 return None
-            self._reading = self._words.popleft()
+            first = self._words.popleft()
+            more: list[Word] = []
+            while self._words and len(more) < AT_ONCE - 1 and self._words[0].is_more_of(first):
+                more.append(self._words.popleft())
+            ranges = tuple(itertools.chain(first.ranges, *(word.ranges for word in more)))
+            self._reading = replace(first, ranges=ranges)
             return self._reading
 
     def _heed(self, word: Word) -> None:

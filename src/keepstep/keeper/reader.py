@@ -30,8 +30,6 @@ SPAN, SERIAL = struct.Struct("<QQ"), struct.Struct("<Q")
 MOST_SPANS = 4096
 """in one request: with its answer it fits a datagram"""
 MOST_BYTES = 1 << 17
-RUN = 8
-"""the most spans that a thread reads in one go"""
 NICENESS = 10
 """of whatever reads snapshots: a training that has work for every core goes first"""
 FIRST_TO_DIE = "1000"
@@ -107,11 +105,15 @@ class Reader:
         if any(begin + size > len(there) for begin, size in spans):
             raise ValueError("beyond the end of the arena")
 
-        def some(run: list[tuple[int, int]]) -> bytes:
-            return b"".join(xxhash.xxh3_128_digest(there[begin : begin + size]) for begin, size in run)
+        found, todo = [b""] * len(spans), iter(enumerate(spans))
 
-        run = max(1, min(RUN, len(spans) // (2 * self._threads)))
-        found = self._pool.map(some, [spans[at : at + run] for at in range(0, len(spans), run)])
+        def some() -> None:
+            """Each takes the next one: nobody is left with a long rest when the others are done."""
+            for index, (begin, size) in todo:
+                found[index] = xxhash.xxh3_128_digest(there[begin : begin + size])
+
+        for one in [self._pool.submit(some) for _ in range(min(self._threads, len(spans)))]:
+            one.result()
         return answer_to(request.serial, b"".join(found))
 
 

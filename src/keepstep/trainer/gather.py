@@ -55,7 +55,7 @@ def gather(units: Sequence[Unit]) -> list[Gathered]:
         buffer = torch.zeros(end - start, dtype=torch.uint8, device=run[0].device)
         places = [buffer[unit.offset - start : unit.offset - start + unit.size_bytes] for unit in run]
         owners = frozenset[int]().union(*(unit.owners for unit in run))
-        batches = _batches(places, [unit.source for unit in run])
+        batches = in_batches(places, [unit.source for unit in run])
         found.append(Gathered(start, buffer, run, batches, owners))
     return found
 
@@ -72,10 +72,10 @@ def runs_of(units: Sequence[Unit]) -> list[list[Unit]]:
     return runs
 
 
-def _batches(
+def in_batches(
     places: list[torch.Tensor], sources: list[torch.Tensor]
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """By words where bytes allow it, which a device moves several times as fast."""
+    """For `torch._foreach_copy_`. By words where bytes allow it, which a device moves several times as fast."""
     words: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for place, source in zip(places, sources, strict=True):

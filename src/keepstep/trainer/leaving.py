@@ -23,9 +23,10 @@ from functools import cached_property
 import torch
 
 from keepstep import faults
+from keepstep.layout import align
 from keepstep.parity import device as parity
 from keepstep.trainer.coded_runs import CodedRun
-from keepstep.trainer.gather import Gathered
+from keepstep.trainer.gather import Gathered, in_batches
 from keepstep.trainer.landing import Ranges
 from keepstep.trainer.split import Split
 
@@ -53,15 +54,10 @@ class Piece:
     def leave(self, lane: Lane) -> None:
         """Queue the copy to the host on the current stream; parity is computed on the way."""
         faults.point("capture.copy")
-        computed = isinstance(self.source, CodedRun)
-        source = self.clone_into(lane, lane.scratch(self.size_bytes)) if computed else self.source
-        assert isinstance(source, torch.Tensor)
+        source = self.source
+        if isinstance(source, CodedRun):
+            source = source.compute(lane.scratch(self.size_bytes), lane.checking)
         self.target.copy_(source, non_blocking=True)
-
-    def clone_into(self, lane: Lane, memory: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.source, CodedRun):
-            return self.source.compute(memory, lane.checking)
-        return memory.copy_(self.source, non_blocking=True)
 
 
 def cut(target: torch.Tensor, source: torch.Tensor, owners: frozenset[int]) -> list[Piece]:
@@ -162,13 +158,13 @@ class Departure:
         self.begin = torch.cuda.current_stream(lane.device).record_event(_timer())
         self._cargo, self._staged, self._look, self._tell, pieces = cargo, staged, look, tell, cargo.pieces
         late_bytes, cut_at = lane.split.late_of(cargo.size_bytes), len(pieces)
-        while cut_at and pieces[cut_at - 1].size_bytes <= late_bytes:
+        while cut_at and align(pieces[cut_at - 1].size_bytes) <= late_bytes:
             cut_at -= 1
-            late_bytes -= pieces[cut_at].size_bytes
+            late_bytes -= align(pieces[cut_at].size_bytes)
         self._direct, self._late = pieces[:cut_at], pieces[cut_at:]
         self._reads: dict[int, list[torch.cuda.Event]] = {owner: [] for owner in cargo.owners}
         """by optimizer: the ends of what reads the tensors that it writes"""
-        self._collected = self._looked = self._started = self._left = self._done = _timer()
+        self._collected = self._cloned = self._started = self._left = self._done = _timer()
         self._hooked: torch.cuda.Event | None = None
         self._to_leave = list(cargo.gathered)
         self._marks: list[tuple[torch.cuda.Event, Ranges]] = []
@@ -198,37 +194,47 @@ class Departure:
                 self._mark(index)
             self._leave_gathered()
             self._left = stream.record_event(_timer())
-            stream.wait_event(self._looked)
+            stream.wait_event(self._cloned)
             self._tell()
-            for index, (cloned, target, clone) in enumerate(clones, len(self._direct)):
-                stream.wait_event(cloned)
+            for index, (piece, clone) in enumerate(zip(self._late, clones, strict=True), len(self._direct)):
                 faults.point("capture.copy")
-                target.copy_(clone, non_blocking=True)
+                piece.target.copy_(clone, non_blocking=True)
                 self._mark(index)
             self._done = stream.record_event(_waited_for())
         if clones:
             self.lane.vacant = self._done
 
-    def _clone(self) -> list[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]]:
-        """Beside the computation, at its start: by the time of the update it is long done."""
-        stream, found, at = self.lane.cloning, [], 0
+    def _clone(self) -> list[torch.Tensor]:
+        """Beside the computation, at its start: by the time of the update it is long done. Returns the clones."""
+        stream, late = self.lane.cloning, frozenset[int]().union(*(piece.owners for piece in self._late))
         with torch.cuda.stream(stream):
             stream.wait_event(self.begin)
             self._collect()
             self._look()
-            self._looked = stream.record_event()
-            self._reads = {owner: [self._looked] for owner in self.owners}
+            looked = stream.record_event()
             if self._late and self.lane.vacant is not None:
                 stream.wait_event(self.lane.vacant)
-            for piece in self._late:
-                clone = self.lane.memory[at : at + piece.size_bytes]
-                piece.clone_into(self.lane, clone)
-                at += piece.size_bytes
-                event = stream.record_event()
-                found.append((event, piece.target, clone))
-                for owner in piece.owners:
-                    self._reads[owner] = [event]  # later than those before
-        return found
+            clones = self._fill()
+            self._cloned = stream.record_event()
+            self._reads = {owner: [self._cloned if owner in late else looked] for owner in self.owners}
+        return clones
+
+    def _fill(self) -> list[torch.Tensor]:
+        """By kernels: a copy would want the engine that is needed for the way to the host."""
+        clones: list[torch.Tensor] = []
+        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        at = 0
+        for piece in self._late:
+            clones.append(self.lane.memory[at : at + piece.size_bytes])
+            at += align(piece.size_bytes)
+            if isinstance(piece.source, CodedRun):
+                piece.source.compute(clones[-1], self.lane.checking)
+            else:
+                copied[0].append(clones[-1])
+                copied[1].append(piece.source)
+        for some, sources in in_batches(*copied):
+            torch._foreach_copy_(some, sources)
+        return clones
 
     def _collect(self) -> None:
         """Not on the stream of the copies: kernels wait their turn beside the computation, and the link would, too."""
@@ -293,7 +299,6 @@ class Departure:
     def finish(self) -> tuple[int, float]:
         """Wait until everything has landed, and learn from it. Returns the direct bytes and the seconds they took."""
         self._done.synchronize()
-        self._looked.synchronize()
         direct_bytes = sum(piece.size_bytes for piece in self._direct)
         took_s = self._at_s(self._left) - self._at_s(self._started)
         if direct_bytes and took_s > 0:
