@@ -42,6 +42,10 @@ def main() -> None:
     spans = [memory(1_000_003), memory(300_000, 3), memory(1), [Part(246_800, memory(100)), Part(4_000_000, memory(7))]]
     for span, row in zip(spans, device.fingerprint_spans(spans).cpu(), strict=True):
         assert bytes(row.numpy()) == fingerprint(read(span)), "fingerprints are wrong"
+    small = [memory(size, size % 5) for size in (1, 4, 64, 4096, 65_536, 65_537, SIZE)]
+    copies = [memory(one.numel(), one.numel() % 3) for one in small]
+    device.CopyBatch(small, copies).run()
+    assert all(map(torch.equal, copies, small)), "copies are wrong"
     print("all is right, Triton:", device._kernels(torch.empty(0, device="cuda").device) is not None)
 
 

@@ -71,8 +71,7 @@ class Job:
     look: Callable[[], str]
     """all that `take` has relied on, again: why the snapshot is void, or nothing"""
     hurried: bool = False
-    """the one before is still on its way: the keeper shall read what lands at once. Otherwise it has time for that
-    afterwards, and to read beside the copy slows the copy"""
+    """the keeper shall read what lands at once, and not afterwards: slots are wanted again soon"""
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(target, device clone) made inside `take`"""
     departures: list[Departure] = field(default_factory=list)
@@ -125,6 +124,7 @@ class Capture:
         """held from the moment a capture is not in flight any more until the keeper was told"""
         self._flying: list[Job] = []
         """oldest first"""
+        self._late = False
         most = max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) // 2))
         self._readers = ThreadPoolExecutor(most, thread_name_prefix="keepstep-compare")
         """started when there is something to compare with fingerprints of a device"""
@@ -152,8 +152,13 @@ class Capture:
             return False
         return len(self._flying) >= most_in_flight(num_slots) or any(gate.open for gate in current.gates.values())
 
+    def hurry(self) -> None:
+        """A snapshot was skipped for want of a slot."""
+        self._late = True
+
     def _is_hurried(self) -> bool:
-        return bool(self._flying)
+        late, self._late = self._late, False
+        return late or bool(self._flying)
 
     # On the caller's thread
 
@@ -332,13 +337,21 @@ class Capture:
             if left[index] == 0:
                 job.gates[index].passed.set()
 
+        waits = len(self._flying) > 1
+        if waits:  # for the snapshot before it: there is time now
+            self._look(job)
         for departure in job.departures:
             departure.issue(passed, lambda size: self._pace(size, job.gates.values()))
+        if not waits:
+            self._look(job)
+        self._copy_host(job, host, passed)
+
+    def _look(self, job: Job) -> None:
+        """What `take` has left to do."""
         self._write_values(job)
         moved = job.look()
         if moved:  # not otherwise: `suspect` may have said something meanwhile
             job.void = moved
-        self._copy_host(job, host, passed)
 
     def _write_values(self, job: Job) -> None:
         values, arena = job.behind(), job.view.arena

@@ -96,10 +96,6 @@ class Lane:
         """for looking at what landed, while the next snapshot is being copied"""
         self.memory = _staging(device, budget_bytes)
         self.split = Split(self.memory.numel(), scale=scale)
-        self.vacant: torch.cuda.Event | None = None
-        """after it the clones of the last snapshot have left"""
-        self.gathered: torch.cuda.Event | None = None
-        """after it small tensors of the last snapshot have left"""
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
 
     def warm_up(self, codes: set[tuple[int, int]]) -> None:
@@ -177,9 +173,14 @@ class Departure:
     # On the copy thread
 
     def issue(self, passed: Callable[[int], None], pace: Callable[[int], None]) -> None:
-        """Queue everything; `passed` is told of each optimizer when all that it must wait for is queued."""
-        clones = self._clone()
+        """Queue everything; `passed` is told of each optimizer when all that it must wait for is queued.
+
+        When the last snapshot has left, and not behind it: copies that stand in line already slow down the one that is
+        on its way, by a thirtieth; and its clones and gathered tensors have left their memory by then.
+        """
         stream = self.lane.stream
+        stream.record_event(_waited_for()).synchronize()
+        clones = self._clone()
         ends = self._ends()
         with torch.cuda.stream(stream):
             stream.wait_event(self.begin)
@@ -201,8 +202,6 @@ class Departure:
                 piece.target.copy_(clone, non_blocking=True)
                 self._mark(index)
             self._done = stream.record_event(_waited_for())
-        if clones:
-            self.lane.vacant = self._done
 
     def _clone(self) -> list[torch.Tensor]:
         """Beside the computation, at its start: by the time of the update it is long done. Returns the clones."""
@@ -212,8 +211,6 @@ class Departure:
             self._collect()
             self._look()
             looked = stream.record_event()
-            if self._late and self.lane.vacant is not None:
-                stream.wait_event(self.lane.vacant)
             clones = self._fill()
             self._cloned = stream.record_event()
             self._reads = {owner: [self._cloned if owner in late else looked] for owner in self.owners}
@@ -239,12 +236,9 @@ class Departure:
     def _collect(self) -> None:
         """Not on the stream of the copies: kernels wait their turn beside the computation, and the link would, too."""
         if self._to_leave:
-            stream = self.lane.cloning
-            if self.lane.gathered is not None:
-                stream.wait_event(self.lane.gathered)
             for one in self._to_leave:
                 one.collect()
-            self._collected = stream.record_event()
+            self._collected = self.lane.cloning.record_event()
 
     def _leave_gathered(self) -> None:
         """When there was time to collect them, and before anything is said to be whole."""
@@ -253,7 +247,6 @@ class Departure:
             stream.wait_event(self._collected)
             for one in self._to_leave:
                 one.leave(self._cargo.payload)
-            self.lane.gathered = stream.record_event()
             self._to_leave = []
 
     def _ends(self) -> dict[int, list[int]]:

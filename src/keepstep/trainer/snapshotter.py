@@ -241,6 +241,7 @@ class Snapshotter:
         used = self._used[1] if self._used[0] == arena_id else 0
         grant = granted.after(used)
         if grant is None:
+            self._capture.hurry()
             return "not granted: the last snapshot is still being sealed" if self._link.up else self._no_keeper()
         if step < grant.step:
             return f"not granted: the next snapshot is at step {grant.step}"
