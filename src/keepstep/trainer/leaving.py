@@ -94,6 +94,10 @@ class Lane:
         self.cloning = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.checking = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         """for looking at what landed, while the next snapshot is being copied"""
+        self.left: torch.cuda.Event | None = None
+        """after it nothing of the last snapshot is on its way but its clones"""
+        self.vacant: torch.cuda.Event | None = None
+        """after it they have left, too"""
         self.memory = _staging(device, budget_bytes)
         self.split = Split(self.memory.numel(), scale=scale)
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
@@ -175,11 +179,12 @@ class Departure:
     def issue(self, passed: Callable[[int], None], pace: Callable[[int], None]) -> None:
         """Queue everything; `passed` is told of each optimizer when all that it must wait for is queued.
 
-        When the last snapshot has left, and not behind it: copies that stand in line already slow down the one that is
-        on its way, by a thirtieth; and its clones and gathered tensors have left their memory by then.
+        When most of the last snapshot has left, and not behind all of it: copies that stand in line slow down the one
+        that is on its way, by a thirtieth. While its clones leave there is time to queue this one.
         """
         stream = self.lane.stream
-        stream.record_event(_waited_for()).synchronize()
+        if self.lane.left is not None:
+            self.lane.left.synchronize()
         clones = self._clone()
         ends = self._ends()
         with torch.cuda.stream(stream):
@@ -194,14 +199,14 @@ class Departure:
                 self._read_until_here(ends.get(index, ()), passed)
                 self._mark(index)
             self._leave_gathered()
-            self._left = stream.record_event(_timer())
+            self._left = self.lane.left = stream.record_event(_waited_for(timer=True))
             stream.wait_event(self._cloned)
             self._tell()
             for index, (piece, clone) in enumerate(zip(self._late, clones, strict=True), len(self._direct)):
                 faults.point("capture.copy")
                 piece.target.copy_(clone, non_blocking=True)
                 self._mark(index)
-            self._done = stream.record_event(_waited_for())
+            self._done = self.lane.vacant = stream.record_event(_waited_for())
 
     def _clone(self) -> list[torch.Tensor]:
         """Beside the computation, at its start: by the time of the update it is long done. Returns the clones."""
@@ -211,6 +216,8 @@ class Departure:
             self._collect()
             self._look()
             looked = stream.record_event()
+            if self._late and self.lane.vacant is not None:
+                stream.wait_event(self.lane.vacant)
             clones = self._fill()
             self._cloned = stream.record_event()
             self._reads = {owner: [self._cloned if owner in late else looked] for owner in self.owners}
@@ -312,9 +319,9 @@ class Departure:
         return float(self.begin.elapsed_time(event)) / 1000
 
 
-def _waited_for() -> torch.cuda.Event:
+def _waited_for(*, timer: bool = False) -> torch.cuda.Event:
     """By a thread that sleeps meanwhile."""
-    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=timer, blocking=True)  # type: ignore[no-untyped-call]
 
 
 def _timer() -> torch.cuda.Event:
