@@ -16,7 +16,7 @@ from keepstep.arena.chunks import Chunk
 from keepstep.arena.header import TrainerHeader
 from keepstep.arena.slots import CHUNK_BYTES, Arena, plan_header
 from keepstep.errors import IntegrityError
-from keepstep.keeper.early import MOST_WAITING, Early
+from keepstep.keeper.early import AT_ONCE, MOST_WAITING, Early
 from keepstep.layout import Layout, digest
 from keepstep.protocol import ArenaNeed
 from keepstep.types import Incarnation, Version
@@ -241,6 +241,11 @@ def test_words_that_have_piled_up_are_heeded_together(trainer: Trainer) -> None:
         early.landed(trainer.arena, 0, trainer.sequence, ((SHARED, SHARED + CHUNK_BYTES),))
     until_read(early)
     assert calls == [(0, 2), (1, 1), (0, 1)], "what lies behind the word of another slot is not brought forward"
+    with early.standing_back():
+        for _ in range(AT_ONCE + 1):
+            early.landed(trainer.arena, 1, others, ((0, CHUNK_BYTES),))
+    until_read(early)
+    assert calls[3:] == [(1, AT_ONCE), (1, 1)], "a seal waits for a call to end"
     trainer.commit()
     assert len([at for at in seal(trainer, early, version) if at >= 0]) == 4
     checksum.verify(trainer.arena, 0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from keepstep.errors import IntegrityError
+from keepstep.trainer.checks import Checks
 from keepstep.trainer.gather import gather
 from keepstep.trainer.prints import ROW, Prints, check_restored, frame, unframe
 from keepstep.trainer.units import Unit
@@ -75,12 +76,28 @@ def test_change_at_the_source_counts_against_the_optimizers_that_are_asked_for()
 
 def test_nobody_can_say_what_changed_before_the_prints_are_on_their_way() -> None:
     units, _ = laid_out()
-    prints = Prints(units, random.Random(0), whole=True)
-    assert prints.changed_at_source({0}) is units[0]
-    prints.compute()
-    assert prints.changed_at_source({0}) is units[0], "what stands in their place on the host is nothing yet"
-    prints.leave()
+    checks = Checks(None, [Prints(units, random.Random(0), whole=True)])
+    assert not checks.have_looked
+    checks.look(units[0].device)
+    assert not checks.have_looked, "what stands in their place on the host is nothing yet"
+    checks.leave(units[0].device)
+    assert checks.have_looked
+    assert checks.changed_at_source({0}) is None
+
+
+def test_to_look_again_changes_nothing_of_what_was_seen() -> None:
+    """One optimizer is suspected, another one has rightly written since: what it owns has left as it was."""
+    units, payload = laid_out()
+    prints = taken(units)
+    kept = prints.encode()
+    units[1].source[3] ^= 1
     assert prints.changed_at_source({0}) is None
+    assert prints.changed_on_the_way(payload) is None
+    assert prints.encode() == kept
+    again = taken(units)
+    units[1].source[3] ^= 1
+    assert again.changed_at_source({0}) is None
+    assert again.encode() != kept, "also when nobody has asked before"
 
 
 def test_chunks_are_drawn_anew_each_time_so_that_all_are_seen() -> None:

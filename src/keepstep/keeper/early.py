@@ -28,8 +28,8 @@ Read = Callable[[Arena, int, list[Chunk]], bytes | None]
 """16 bytes for each chunk, or None: it is not worth it, or cannot be done now"""
 MOST_WAITING = 1024
 """words of trainers; those beyond it are not listened to"""
-AT_ONCE = 8
-"""words that are heeded together when they have piled up: each call has its price. Who seals waits for one of them"""
+AT_ONCE = 4
+"""words that are heeded together when they have piled up: each call has its price. Who seals waits for one call"""
 
 
 @dataclass

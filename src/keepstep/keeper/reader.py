@@ -108,7 +108,10 @@ class Reader:
         found, todo = [b""] * len(spans), iter(enumerate(spans))
 
         def some() -> None:
-            """Each takes the next one: nobody is left with a long rest when the others are done."""
+            """Each takes the next one: nobody is left with a long rest when the others are done.
+
+            An iterator of this kind gives each thing to one thread: it runs outside the interpreter's loop.
+            """
             for index, (begin, size) in todo:
                 found[index] = xxhash.xxh3_128_digest(there[begin : begin + size])
 
@@ -139,7 +142,10 @@ def main(arguments: list[str]) -> None:
     os.nice(NICENESS)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_DIE)  # nothing is lost with it
-    serve(socket.socket(fileno=int(arguments[0])), int(arguments[1]))
+    try:
+        serve(socket.socket(fileno=int(arguments[0])), int(arguments[1]))
+    except BaseException:
+        os._exit(1)  # not waiting for threads that still read
     os._exit(0)
 
 

@@ -48,6 +48,8 @@ log = logging.getLogger("keepstep")
 
 FIRST_GUESS_BYTES_S = 2e9
 THROTTLED_PIECE_BYTES = 1 << 20
+LOOK_S = 5.0
+"""that long a `take` waits for the copy thread to queue what there is to do, in the rare case that it must know"""
 MOST_READERS = 8
 """threads that compare: all of a large state takes one of them seconds, and the next snapshot may have to wait"""
 
@@ -72,6 +74,8 @@ class Job:
     """all that `take` has relied on, again: why the snapshot is void, or nothing"""
     hurried: bool = False
     """the keeper shall read what lands at once, and not afterwards: slots are wanted again soon"""
+    queued: threading.Event = field(default_factory=threading.Event)
+    """all that its devices have to do is queued, or nothing more will be"""
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(target, device clone) made inside `take`"""
     departures: list[Departure] = field(default_factory=list)
@@ -124,7 +128,8 @@ class Capture:
         """held from the moment a capture is not in flight any more until the keeper was told"""
         self._flying: list[Job] = []
         """oldest first"""
-        self._late = False
+        self._skipped = False
+        """one before it found no slot"""
         most = max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) // 2))
         self._readers = ThreadPoolExecutor(most, thread_name_prefix="keepstep-compare")
         """started when there is something to compare with fingerprints of a device"""
@@ -154,11 +159,10 @@ class Capture:
 
     def hurry(self) -> None:
         """A snapshot was skipped for want of a slot."""
-        self._late = True
+        self._skipped = True
 
     def _is_hurried(self) -> bool:
-        late, self._late = self._late, False
-        return late or bool(self._flying)
+        return self._skipped or bool(self._flying)
 
     # On the caller's thread
 
@@ -205,6 +209,7 @@ class Capture:
         except BaseException:
             self._flying.remove(job)
             raise
+        self._skipped = False
         self._fence.arm(gates)
 
     def _gather_now(self, job: Job) -> None:
@@ -275,6 +280,9 @@ class Capture:
         silent = {i for i, gate in job.gates.items() if gate.open and not self._fence.watched[i].fired}
         if not silent:
             return
+        if job.departures and not self._have_looked(job, silent):
+            job.void = "an optimizer may have written before the devices had looked at what it owns"
+            return
         unit = job.checks.changed_at_source(silent)
         changed = f"{unit.path} changed without its optimizer's hook" if unit else ""
         if not job.checks:
@@ -283,6 +291,12 @@ class Capture:
             job.void = changed
             for index in silent:
                 self._fence.watched[index].distrusted = changed
+
+    def _have_looked(self, job: Job, silent: set[int]) -> bool:
+        """The copy thread may be waiting for its turn."""
+        for index in silent:
+            job.gates[index].wanted.set()
+        return job.queued.wait(LOOK_S) and job.checks.have_looked
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight."""
@@ -316,6 +330,7 @@ class Capture:
                 log.exception("the copy of step %d failed", job.version.step)
                 reason = f"the copy failed: {error!r}"
             finally:
+                job.queued.set()
                 for gate in job.gates.values():
                     gate.passed.set()
             # What `take` has cloned on another device lands beside it: then nothing is known to be whole.
@@ -337,11 +352,13 @@ class Capture:
             if left[index] == 0:
                 job.gates[index].passed.set()
 
-        waits = len(self._flying) > 1
+        waits = any(departure.must_wait for departure in job.departures)
         if waits:  # for the snapshot before it: there is time now
             self._look(job)
         for departure in job.departures:
+            departure.wait_for_turn(lambda: any(gate.wanted.is_set() for gate in job.gates.values()))
             departure.issue(passed, lambda size: self._pace(size, job.gates.values()))
+        job.queued.set()
         if not waits:
             self._look(job)
         self._copy_host(job, host, passed)

@@ -55,6 +55,11 @@ class Checks:
             if one.device == device:
                 one.leave()
 
+    @property
+    def have_looked(self) -> bool:
+        """Whether all that is to be seen at `take` is known, or will be."""
+        return all(one.has_left for one in self.prints)
+
     def changed_at_source(self, owners: set[int]) -> Unit | Coded | None:
         return next((unit for one in self._all() if (unit := one.changed_at_source(owners)) is not None), None)
 

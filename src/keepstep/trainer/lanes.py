@@ -43,6 +43,7 @@ class Lanes:
     def settle(self) -> None:
         """Wait for everything that was queued: what a failed snapshot has begun still writes into its slot."""
         for lane in self._lanes.values():
+            lane.cloning.synchronize()
             lane.stream.synchronize()
 
     @contextmanager

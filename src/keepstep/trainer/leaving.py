@@ -16,6 +16,7 @@ slowly than one.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +34,10 @@ from keepstep.trainer.split import Split
 log = logging.getLogger("keepstep")
 
 PIECE_BYTES = 64 << 20
+FIRST_PIECES = 8
+"""small things leave behind these: the device had time to make them ready"""
+TURN_S = 0.005
+"""how often it is looked whether the last snapshot has left"""
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,9 @@ class Cargo:
     """by index of a piece: what is whole in the payload behind it"""
 
     @cached_property
-    def size_bytes(self) -> int:
-        return sum(piece.size_bytes for piece in self.pieces)
+    def room_bytes(self) -> int:
+        """That all of it would need in the memory for clones."""
+        return sum(align(piece.size_bytes) for piece in self.pieces)
 
     @cached_property
     def owners(self) -> frozenset[int]:
@@ -157,16 +163,16 @@ class Departure:
         self.lane = lane
         self.begin = torch.cuda.current_stream(lane.device).record_event(_timer())
         self._cargo, self._staged, self._look, self._tell, pieces = cargo, staged, look, tell, cargo.pieces
-        late_bytes, cut_at = lane.split.late_of(cargo.size_bytes), len(pieces)
+        late_bytes, cut_at = lane.split.late_of(cargo.room_bytes), len(pieces)
         while cut_at and align(pieces[cut_at - 1].size_bytes) <= late_bytes:
             cut_at -= 1
             late_bytes -= align(pieces[cut_at].size_bytes)
         self._direct, self._late = pieces[:cut_at], pieces[cut_at:]
         self._reads: dict[int, list[torch.cuda.Event]] = {owner: [] for owner in cargo.owners}
         """by optimizer: the ends of what reads the tensors that it writes"""
-        self._collected = self._cloned = self._started = self._left = self._done = _timer()
+        self._looked = self._cloned = self._started = self._left = self._done = _timer()
         self._hooked: torch.cuda.Event | None = None
-        self._to_leave = list(cargo.gathered)
+        self._small_left = False
         self._marks: list[tuple[torch.cuda.Event, Ranges]] = []
         """in the order in which they are passed"""
 
@@ -176,15 +182,22 @@ class Departure:
 
     # On the copy thread
 
-    def issue(self, passed: Callable[[int], None], pace: Callable[[int], None]) -> None:
-        """Queue everything; `passed` is told of each optimizer when all that it must wait for is queued.
+    @property
+    def must_wait(self) -> bool:
+        """Whether more than clones of the last snapshot is still on its way."""
+        left = self.lane.left
+        return left is not None and not left.query()  # type: ignore[no-untyped-call]
 
-        When most of the last snapshot has left, and not behind all of it: copies that stand in line slow down the one
-        that is on its way, by a thirtieth. While its clones leave there is time to queue this one.
+    def wait_for_turn(self, wanted: Callable[[], bool]) -> None:
+        """Copies that stand in line slow down the one that is on its way, by a thirtieth. While the clones of the last
+        snapshot leave there is time to queue this one. Not when an optimizer waits for that: `wanted`.
         """
+        while self.must_wait and not wanted():
+            time.sleep(TURN_S)
+
+    def issue(self, passed: Callable[[int], None], pace: Callable[[int], None]) -> None:
+        """Queue everything; `passed` is told of each optimizer when all that it must wait for is queued."""
         stream = self.lane.stream
-        if self.lane.left is not None:
-            self.lane.left.synchronize()
         clones = self._clone()
         ends = self._ends()
         with torch.cuda.stream(stream):
@@ -197,11 +210,12 @@ class Departure:
                 piece.leave(self.lane)
                 pace(piece.size_bytes)
                 self._read_until_here(ends.get(index, ()), passed)
+                if index + 1 == FIRST_PIECES:
+                    self._leave_small()
                 self._mark(index)
-            self._leave_gathered()
-            self._left = self.lane.left = stream.record_event(_waited_for(timer=True))
+            self._leave_small()
+            self._left = self.lane.left = stream.record_event(_timer())
             stream.wait_event(self._cloned)
-            self._tell()
             for index, (piece, clone) in enumerate(zip(self._late, clones, strict=True), len(self._direct)):
                 faults.point("capture.copy")
                 piece.target.copy_(clone, non_blocking=True)
@@ -213,14 +227,17 @@ class Departure:
         stream, late = self.lane.cloning, frozenset[int]().union(*(piece.owners for piece in self._late))
         with torch.cuda.stream(stream):
             stream.wait_event(self.begin)
-            self._collect()
+            if self._cargo.gathered and self.lane.left is not None:
+                stream.wait_event(self.lane.left)  # what was gathered before has left its place
+            for one in self._cargo.gathered:
+                one.collect()
             self._look()
-            looked = stream.record_event()
+            self._looked = stream.record_event()
             if self._late and self.lane.vacant is not None:
                 stream.wait_event(self.lane.vacant)
             clones = self._fill()
             self._cloned = stream.record_event()
-            self._reads = {owner: [self._cloned if owner in late else looked] for owner in self.owners}
+            self._reads = {owner: [self._cloned if owner in late else self._looked] for owner in self.owners}
         return clones
 
     def _fill(self) -> list[torch.Tensor]:
@@ -240,21 +257,16 @@ class Departure:
             torch._foreach_copy_(some, sources)
         return clones
 
-    def _collect(self) -> None:
-        """Not on the stream of the copies: kernels wait their turn beside the computation, and the link would, too."""
-        if self._to_leave:
-            for one in self._to_leave:
-                one.collect()
-            self._collected = self.lane.cloning.record_event()
-
-    def _leave_gathered(self) -> None:
-        """When there was time to collect them, and before anything is said to be whole."""
-        if self._to_leave:
-            stream = self.lane.stream
-            stream.wait_event(self._collected)
-            for one in self._to_leave:
-                one.leave(self._cargo.payload)
-            self._to_leave = []
+    def _leave_small(self) -> None:
+        """What was gathered and what was seen: not at once, because kernels wait their turn beside the computation and
+        the link would, too; but before anything is said to be whole."""
+        if self._small_left:
+            return
+        self._small_left = True
+        self.lane.stream.wait_event(self._looked)
+        for one in self._cargo.gathered:
+            one.leave(self._cargo.payload)
+        self._tell()
 
     def _ends(self) -> dict[int, list[int]]:
         """By the index of a direct piece, -1 for none: the optimizers that own no later one."""
@@ -273,7 +285,7 @@ class Departure:
 
     def _mark(self, index: int) -> None:
         if index in self._cargo.landing:
-            self._leave_gathered()
+            self._leave_small()
             self._marks.append((self.lane.stream.record_event(_waited_for()), self._cargo.landing[index]))
 
     # On the training thread
@@ -319,9 +331,9 @@ class Departure:
         return float(self.begin.elapsed_time(event)) / 1000
 
 
-def _waited_for(*, timer: bool = False) -> torch.cuda.Event:
+def _waited_for() -> torch.cuda.Event:
     """By a thread that sleeps meanwhile."""
-    return torch.cuda.Event(enable_timing=timer, blocking=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def _timer() -> torch.cuda.Event:

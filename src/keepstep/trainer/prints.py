@@ -80,18 +80,16 @@ class Prints:
             num_rows, FINGERPRINT_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda"
         )
         self._landed: torch.cuda.Event | None = None
-        self._has_left = False
+        self.has_left = False
+        """they are on their way to the host, or there"""
 
     def _drawn(self) -> list[Coded]:
         units = [self._coded.units[index] for index in self._coded.unit]
         return [unit for unit in units if isinstance(unit, Coded)]
 
     def compute(self) -> None:
-        """Queue them on the current stream."""
-        self._has_left = False
-        if self._landed is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._landed)
-        self._rows, self._read = self._batch.run(), None
+        """Queue them on the current stream. Once."""
+        self._rows = self._batch.run()
 
     def leave(self) -> None:
         """Queue their way to the host on the current stream, which is behind `compute`.
@@ -103,16 +101,16 @@ class Prints:
         self._landing.copy_(self._rows, non_blocking=True)
         if self._rows.is_cuda:
             self._landed = torch.cuda.current_stream(self.device).record_event()
-        self._has_left = True
+        self.has_left = True
 
     def changed_at_source(self, owners: set[int]) -> Unit | Coded | None:
-        """The first unit of these optimizers that is not what it was. Waits for the device."""
-        if not self._has_left:  # nobody has looked yet, so nobody can say
-            return next((unit for unit in self._plain.units if unit.owners & owners), None)
+        """The first unit of these optimizers that is not what it was. Waits for the device.
+
+        What was seen at `take` stays what it is: others of these units may rightly have changed since, and it will be
+        compared with what lands.
+        """
         before = self._expected()
-        self.compute()
-        self.leave()
-        differs = (before != self._expected()).any(axis=1)
+        differs = (before != self._with_parity(self._batch.run().cpu().numpy())).any(axis=1)
         return next((unit for unit in self._units_at(differs) if unit.owners & owners), None)
 
     def changed_on_the_way(self, payload: torch.Tensor, over: Over = map) -> Unit | Coded | None:
@@ -149,21 +147,24 @@ class Prints:
         return kept.tobytes()
 
     def _expected(self) -> np.ndarray:
-        """A row for each spot; that of parity follows from those of its sources. Waits for the device, once."""
-        if self._read is not None:
-            return self._read
-        assert self._has_left
-        if self._landed is not None:
-            self._landed.synchronize()
-        rows: np.ndarray = self._landing.numpy().copy()
+        """A row for each spot, as it was at `take`. Waits for the device, once. For any thread."""
+        read = self._read
+        if read is None:
+            assert self.has_left
+            if self._landed is not None:
+                self._landed.synchronize()
+            read = self._read = self._with_parity(self._landing.numpy().copy())
+        return read
+
+    def _with_parity(self, rows: np.ndarray) -> np.ndarray:
+        """A row for each spot: that of parity follows from those of its sources."""
         at, made = len(self._plain), [rows[: len(self._plain)]]
         for unit in self._drawn():
             factors = coefficients(unit.m, unit.row, unit.k)[: len(unit.chunks)]
             row = combine(factors, [one.tobytes() for one in rows[at : at + len(factors)]])
             made.append(np.frombuffer(row, dtype=np.uint8)[None])
             at += len(factors)
-        self._read = np.concatenate(made)
-        return self._read
+        return np.concatenate(made)
 
     def _units_at(self, marked: np.ndarray) -> list[Unit | Coded]:
         both = [(self._plain, marked[: len(self._plain)]), (self._coded, marked[len(self._plain) :])]

@@ -212,6 +212,7 @@ class Snapshotter:
         version = Version(self._link.incarnation, step)
         view = self._memory.view
         if view is not None and self._capture.is_full(view.arena.num_slots):
+            self._capture.hurry()
             return self._void(version, grant, "the snapshot before it is still being copied")
         try:
             return self._begin_capture(version, grant, inexact=self._is_inexact(stepped))
@@ -241,8 +242,10 @@ class Snapshotter:
         used = self._used[1] if self._used[0] == arena_id else 0
         grant = granted.after(used)
         if grant is None:
+            if not self._link.up:
+                return self._no_keeper()
             self._capture.hurry()
-            return "not granted: the last snapshot is still being sealed" if self._link.up else self._no_keeper()
+            return "not granted: the last snapshot is still being sealed"
         if step < grant.step:
             return f"not granted: the next snapshot is at step {grant.step}"
         self._used = (arena_id, grant.serial)

@@ -1,0 +1,199 @@
+"""The order in which a snapshot is queued on a device, with streams that only write it down and run at once.
+
+That a real device then does what is expected is shown by tests/gpu; but not every machine that runs tests has one.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from keepstep.trainer import leaving
+from keepstep.trainer.checks import Checks
+from keepstep.trainer.gather import gather
+from keepstep.trainer.leaving import Cargo, Departure, Lane, cut
+from keepstep.trainer.prints import Prints
+from keepstep.trainer.split import Split
+from keepstep.trainer.units import Unit
+
+HOST = torch.device("cpu")
+PIECE = 1 << 20
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.timing, self.at = enable_timing, 0.0
+
+    def synchronize(self) -> None:
+        assert self.at, "nobody has recorded it"
+
+    def query(self) -> bool:
+        return self.at > 0
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.timing
+        assert end.timing
+        return 1000 * (end.at - self.at)
+
+
+class Stream:
+    def __init__(self, device: object = None) -> None:
+        self.waited_for: list[Event] = []
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.at = time.perf_counter()
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        assert event.at, "it would not wait for anything"
+        self.waited_for.append(event)
+
+
+class Device:
+    """What is queued, and where."""
+
+    def __init__(self) -> None:
+        self.compute = self.current = Stream()
+        self.copied: list[tuple[Stream, int, int]] = []
+        """(stream, address, bytes) of each copy, in order"""
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def streams_into(self, memory: torch.Tensor) -> list[Stream]:
+        begin = memory.data_ptr()
+        return [stream for stream, at, _ in self.copied if begin <= at < begin + memory.numel()]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made, copy = Device(), torch.Tensor.copy_
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        made.copied.append((made.current, self.data_ptr(), self.nbytes))
+        return copy(self, source, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", made.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.compute)
+    monkeypatch.setattr(leaving, "PIECE_BYTES", PIECE)
+    return made
+
+
+class State:
+    """Some tensors, large and small, of two optimizers."""
+
+    def __init__(self, *sizes: int) -> None:
+        nobody: Any = None
+        self.units, self.small, end = list[Unit](), list[Unit](), 0
+        for number, size in enumerate((100, 4, 64, *sizes)):
+            source = torch.randint(256, (size,), dtype=torch.uint8)
+            unit = Unit(source, end, size, f"tensor {number}", frozenset({number % 2}), nobody)
+            (self.units if number > 2 else self.small).append(unit)
+            end += -(-size // 64) * 64
+        self.payload_bytes = end
+        self.gathered = gather(self.small)
+
+    def depart(self, lane: Lane, payload: torch.Tensor) -> tuple[Departure, Checks]:
+        pieces = [piece for u in self.units for piece in cut(payload[u.offset :][: u.size_bytes], u.source, u.owners)]
+        checks = Checks(None, [Prints(self.units, random.Random(0), whole=True)])
+        cargo = Cargo(payload, self.gathered, pieces, {len(pieces) - 1: ((0, self.payload_bytes),)})
+        return Departure(lane, cargo, (), lambda: checks.look(HOST), lambda: checks.leave(HOST)), checks
+
+    def is_in(self, payload: torch.Tensor) -> bool:
+        every = [*self.units, *self.small]
+        return all(torch.equal(payload[u.offset :][: u.size_bytes], u.source) for u in every)
+
+    def move_on(self) -> None:
+        for unit in [*self.units, *self.small]:
+            unit.source.random_(0, 256)
+
+
+def lane_with(room: int) -> Lane:
+    lane = Lane(HOST, 0)
+    lane.memory, lane.split = torch.empty(room, dtype=torch.uint8), Split(room)
+    return lane
+
+
+SIZES = [(5 * PIECE + 4, 3 * PIECE, 999_999), (5 * PIECE,), (20 * PIECE, 7), (70_001, 70_001, 70_001)]
+
+
+@pytest.mark.parametrize("room", [0, PIECE, 3 * PIECE + 64, 64 * PIECE])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_snapshot_after_snapshot_leaves_whole(device: Device, room: int, sizes: tuple[int, ...]) -> None:
+    lane, state = lane_with(room), State(*sizes)
+    for _ in range(3):
+        payload = torch.zeros(state.payload_bytes, dtype=torch.uint8)
+        departure, checks = state.depart(lane, payload)
+        passed: list[int] = []
+        departure.issue(passed.append, lambda size: None)
+        assert sorted(passed) == [0, 1]
+        for owner in passed:
+            departure.overtake(owner)
+        marks: list[object] = []
+        departure.follow(marks.append)
+        departure.finish()
+        assert len(marks) == 1
+        assert state.is_in(payload)
+        assert checks.changed_on_the_way(payload) is None
+        state.move_on()
+
+
+def test_with_room_for_all_of_it_nothing_is_read_behind_the_clones(device: Device) -> None:
+    state = State(70_001, 2 * PIECE + 1)
+    departure, _ = state.depart(lane_with(4 * PIECE), torch.zeros(state.payload_bytes, dtype=torch.uint8))
+    assert not departure._direct, "odd sizes have their place, too"
+
+
+@pytest.mark.parametrize("room", [0, 3 * PIECE])
+def test_all_that_leaves_goes_on_one_stream(device: Device, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """One engine of a GPU takes everything to the host: what another stream wants of it waits for the whole snapshot,
+    with all that is queued behind it, and slows the snapshot down (decision 17)."""
+    told: list[Stream] = []
+    leave = Prints.leave
+    monkeypatch.setattr(Prints, "leave", lambda self: (told.append(device.current), leave(self)))
+    lane, state = lane_with(room), State(20 * PIECE)
+    payload = torch.zeros(state.payload_bytes, dtype=torch.uint8)
+    departure, _ = state.depart(lane, payload)
+    departure.issue(lambda owner: None, lambda size: None)
+    assert set(device.streams_into(payload)) == {lane.stream}
+    assert told == [lane.stream]
+    behind = [stream for stream, _, _ in device.copied]
+    assert set(behind) == {lane.stream}, "clones are made by kernels"
+
+
+def test_what_was_seen_leaves_early(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `take` that must know whether an optimizer has written waits for it."""
+    before: list[int] = []
+    leave = Prints.leave
+    monkeypatch.setattr(Prints, "leave", lambda self: (before.append(len(device.copied)), leave(self)))
+    state = State(30 * PIECE)
+    cargo = state.depart(lane_with(0), torch.zeros(state.payload_bytes, dtype=torch.uint8))[0]
+    cargo.issue(lambda owner: None, lambda size: None)
+    assert before[0] <= leaving.FIRST_PIECES + len(state.gathered)
+
+
+def test_a_snapshot_waits_for_its_turn_unless_an_optimizer_waits_for_it(device: Device) -> None:
+    lane, state = lane_with(0), State(PIECE)
+    departure, _ = state.depart(lane, torch.zeros(state.payload_bytes, dtype=torch.uint8))
+    assert not departure.must_wait
+    left: Any = Event()
+    lane.left = left
+    assert departure.must_wait
+    asked: list[int] = []
+    departure.wait_for_turn(lambda: (asked.append(1), len(asked) > 3)[1])
+    assert len(asked) == 4
+    left.at = 1.0
+    departure.wait_for_turn(lambda: pytest.fail("it has left"))
