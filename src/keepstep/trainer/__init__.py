@@ -8,7 +8,8 @@ blocks       which bytes those tensors are, each stored once: the layout
 fence        the optimizer hooks: what may be copied while training goes on
 copies       which of those bytes are copied inside take, which behind it  (scattered, gather: small tensors)
 view         the arena as this process writes it
-capture      one snapshot: what is copied inside take, what behind it, and the commit
+capture      one snapshot: what is copied inside take, what behind it, and the commit  (job: one in flight)
+moving       how it is copied on the host
 leaving      how it leaves a device; landing: what of it is whole; prepared: what the next one needs
 loading      restore(): asked, read, compared, written
 restore      into the live objects: checked first, then strictly in place, RNG last

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,14 +30,16 @@ from keepstep.arena import header as h
 from keepstep.arena.header import TrainerHeader
 from keepstep.config import TakeConfig
 from keepstep.errors import CaptureError
-from keepstep.trainer.checks import Checks
 from keepstep.trainer.coding import Coded
-from keepstep.trainer.copies import CopyPlan, Parts
+from keepstep.trainer.copies import CopyPlan
 from keepstep.trainer.fence import Fence, Gate
+from keepstep.trainer.job import Job as Job
+from keepstep.trainer.job import Spent
 from keepstep.trainer.landing import Ranges
 from keepstep.trainer.lanes import Lanes
-from keepstep.trainer.leaving import PIECE_BYTES, Departure
-from keepstep.trainer.prepared import FULL_CHECKS, Prepared
+from keepstep.trainer.leaving import Departure
+from keepstep.trainer.moving import Moving
+from keepstep.trainer.prepared import Prepared
 from keepstep.trainer.prints import frame
 from keepstep.trainer.units import Unit
 from keepstep.trainer.view import ArenaView
@@ -47,54 +49,10 @@ from keepstep.types import Version
 log = logging.getLogger("keepstep")
 
 FIRST_GUESS_BYTES_S = 2e9
-THROTTLED_PIECE_BYTES = 1 << 20
 LOOK_S = 5.0
 """that long a `take` waits for the copy thread to queue what there is to do, in the rare case that it must know"""
 MOST_READERS = 8
 """threads that compare: all of a large state takes one of them seconds, and the next snapshot may have to wait"""
-
-
-@dataclass
-class Job:
-    """A capture in flight."""
-
-    version: Version
-    view: ArenaView
-    slot: int
-    header: TrainerHeader
-    sequence: int
-    """of that header in the arena"""
-    plan: CopyPlan
-    parts: Parts
-    gates: dict[int, Gate]
-    checks: Checks
-    behind: Callable[[], bytes]
-    """work that `take` has left to the copy thread; gives the encoded values"""
-    look: Callable[[], str]
-    """all that `take` has relied on, again: why the snapshot is void, or nothing"""
-    hurried: bool = False
-    """the keeper shall read what lands at once, and not afterwards: slots are wanted again soon"""
-    queued: threading.Event = field(default_factory=threading.Event)
-    """all that its devices have to do is queued, or nothing more will be"""
-    staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """(target, device clone) made inside `take`"""
-    departures: list[Departure] = field(default_factory=list)
-    """one for each device"""
-    void: str = ""
-
-    @property
-    def lazy(self) -> list[Unit | Coded]:
-        return self.parts.lazy
-
-
-@dataclass
-class Spent:
-    """What captures have cost so far."""
-
-    eager_bytes: int = 0
-    eager_s: float = 0.0
-    copied_bytes: int = 0
-    copy_s: float = 0.0
 
 
 def most_in_flight(num_slots: int) -> int:
@@ -124,6 +82,7 @@ class Capture:
         self.lanes = Lanes(config)
         self._prepared = Prepared(config, self.lanes)
         self.spent = Spent()
+        self._moving = Moving(config, self.spent, landed=landed, violated=self._violated)
         self._saying = threading.Lock()
         """held from the moment a capture is not in flight any more until the keeper was told"""
         self._flying: list[Job] = []
@@ -357,11 +316,11 @@ class Capture:
             self._look(job)
         for departure in job.departures:
             departure.wait_for_turn(lambda: any(gate.wanted.is_set() for gate in job.gates.values()))
-            departure.issue(passed, lambda size: self._pace(size, job.gates.values()))
+            departure.issue(passed, lambda size: self._moving.pace(size, job.gates.values()))
         job.queued.set()
         if not waits:
             self._look(job)
-        self._copy_host(job, host, passed)
+        self._moving.copy(job, passed)
 
     def _look(self, job: Job) -> None:
         """What `take` has left to do."""
@@ -374,62 +333,6 @@ class Capture:
         values, arena = job.behind(), job.view.arena
         arena.segment.write(arena.values_span(job.slot).offset, values)
         job.header = replace(job.header, values_bytes=len(values))
-
-    def _copy_host(self, job: Job, units: list[Unit | Coded], passed: Callable[[int], None]) -> None:
-        started = time.perf_counter()
-        targets = job.view.targets(job.slot, job.plan, units)
-        held: list[int] = []
-        """optimizers that may write once everything was compared"""
-        for at, (unit, target) in enumerate(zip(units, targets, strict=True)):
-            if isinstance(unit, Coded):
-                faults.point("capture.copy")
-                unit.compute(target)
-                self._pace(unit.size_bytes, [job.gates[index] for index in unit.owners])
-            else:
-                self._move(target, unit.source, [job.gates[index] for index in unit.owners])
-            for index in unit.owners:
-                if self._checks_in_full(job):
-                    held.append(index)
-                else:
-                    passed(index)
-            if job.hurried and not job.departures and at in job.parts.landing:
-                self._landed(job, job.parts.landing[at])
-        if held:
-            self._compare_in_full(job, units, targets)
-        for index in held:
-            passed(index)
-        if units:
-            self.spent.copied_bytes += sum(unit.read_bytes for unit in units)
-            self.spent.copy_s += time.perf_counter() - started
-
-    def _move(self, target: torch.Tensor, source: torch.Tensor, gates: list[Gate]) -> None:
-        piece = THROTTLED_PIECE_BYTES if self._config.rate_bytes_s else PIECE_BYTES
-        for start in range(0, target.numel(), piece):
-            faults.point("capture.copy")
-            part = target[start : start + piece]
-            part.copy_(source[start : start + piece])
-            self._pace(part.numel(), gates)
-
-    def _pace(self, size_bytes: int, gates: Iterable[Gate]) -> None:
-        """Keep to the cap, unless an optimizer waits."""
-        rate = self._config.rate_bytes_s
-        if rate:
-            gate = min(gates, key=id)
-            if not gate.wanted.is_set():
-                gate.wanted.wait(size_bytes / rate)
-
-    def _checks_in_full(self, job: Job) -> bool:
-        return self._config.fingerprint and job.plan.history.snapshots < FULL_CHECKS
-
-    def _compare_in_full(self, job: Job, units: list[Unit | Coded], targets: list[torch.Tensor]) -> None:
-        """While nobody waits: is what landed still what stands in the live tensors?"""
-        for unit, target in zip(units, targets, strict=True):
-            if any(gate.wanted.is_set() for gate in job.gates.values()):
-                return
-            now = unit.compute(torch.empty_like(target)) if isinstance(unit, Coded) else unit.source
-            if not torch.equal(now, target):
-                self._violated(job, unit)
-                return
 
     # On the thread that follows what lands
 

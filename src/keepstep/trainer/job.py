@@ -1,0 +1,62 @@
+"""One capture in flight, and what captures have cost so far."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from keepstep.arena.header import TrainerHeader
+from keepstep.trainer.checks import Checks
+from keepstep.trainer.coding import Coded
+from keepstep.trainer.copies import CopyPlan, Parts
+from keepstep.trainer.fence import Gate
+from keepstep.trainer.leaving import Departure
+from keepstep.trainer.units import Unit
+from keepstep.trainer.view import ArenaView
+from keepstep.types import Version
+
+
+@dataclass
+class Job:
+    """A capture in flight."""
+
+    version: Version
+    view: ArenaView
+    slot: int
+    header: TrainerHeader
+    sequence: int
+    """of that header in the arena"""
+    plan: CopyPlan
+    parts: Parts
+    gates: dict[int, Gate]
+    checks: Checks
+    behind: Callable[[], bytes]
+    """work that `take` has left to the copy thread; gives the encoded values"""
+    look: Callable[[], str]
+    """all that `take` has relied on, again: why the snapshot is void, or nothing"""
+    hurried: bool = False
+    """the keeper shall read what lands at once, and not afterwards: slots are wanted again soon"""
+    queued: threading.Event = field(default_factory=threading.Event)
+    """all that its devices have to do is queued, or nothing more will be"""
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """(target, device clone) made inside `take`"""
+    departures: list[Departure] = field(default_factory=list)
+    """one for each device"""
+    void: str = ""
+
+    @property
+    def lazy(self) -> list[Unit | Coded]:
+        return self.parts.lazy
+
+
+@dataclass
+class Spent:
+    """What captures have cost so far."""
+
+    eager_bytes: int = 0
+    eager_s: float = 0.0
+    copied_bytes: int = 0
+    copy_s: float = 0.0

@@ -1,0 +1,93 @@
+"""Lazy copies of host memory: on the copy thread, in place, piece by piece, at a capped rate if that is wanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from keepstep import faults
+from keepstep.config import TakeConfig
+from keepstep.trainer.coding import Coded
+from keepstep.trainer.fence import Gate
+from keepstep.trainer.job import Job, Spent
+from keepstep.trainer.landing import Ranges
+from keepstep.trainer.leaving import PIECE_BYTES
+from keepstep.trainer.prepared import FULL_CHECKS
+from keepstep.trainer.units import Unit
+
+THROTTLED_PIECE_BYTES = 1 << 20
+
+
+class Moving:
+    """`landed` is told what is whole, `violated` what has changed while it was copied."""
+
+    def __init__(
+        self,
+        config: TakeConfig,
+        spent: Spent,
+        *,
+        landed: Callable[[Job, Ranges], None],
+        violated: Callable[[Job, Unit | Coded], None],
+    ) -> None:
+        self._config, self._spent = config, spent
+        self._landed, self._violated = landed, violated
+
+    def copy(self, job: Job, passed: Callable[[int], None]) -> None:
+        """`passed` is told of an optimizer for each unit of its that is no longer read."""
+        units = job.parts.lazy_on_host
+        started = time.perf_counter()
+        targets = job.view.targets(job.slot, job.plan, units)
+        held: list[int] = []
+        """optimizers that may write once everything was compared"""
+        for at, (unit, target) in enumerate(zip(units, targets, strict=True)):
+            if isinstance(unit, Coded):
+                faults.point("capture.copy")
+                unit.compute(target)
+                self.pace(unit.size_bytes, [job.gates[index] for index in unit.owners])
+            else:
+                self._move(target, unit.source, [job.gates[index] for index in unit.owners])
+            for index in unit.owners:
+                if self._checks_in_full(job):
+                    held.append(index)
+                else:
+                    passed(index)
+            if job.hurried and not job.departures and at in job.parts.landing:
+                self._landed(job, job.parts.landing[at])
+        if held:
+            self._compare_in_full(job, units, targets)
+        for index in held:
+            passed(index)
+        if units:
+            self._spent.copied_bytes += sum(unit.read_bytes for unit in units)
+            self._spent.copy_s += time.perf_counter() - started
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor, gates: list[Gate]) -> None:
+        piece = THROTTLED_PIECE_BYTES if self._config.rate_bytes_s else PIECE_BYTES
+        for start in range(0, target.numel(), piece):
+            faults.point("capture.copy")
+            part = target[start : start + piece]
+            part.copy_(source[start : start + piece])
+            self.pace(part.numel(), gates)
+
+    def pace(self, size_bytes: int, gates: Iterable[Gate]) -> None:
+        """Keep to the cap, unless an optimizer waits."""
+        rate = self._config.rate_bytes_s
+        if rate:
+            gate = min(gates, key=id)
+            if not gate.wanted.is_set():
+                gate.wanted.wait(size_bytes / rate)
+
+    def _checks_in_full(self, job: Job) -> bool:
+        return self._config.fingerprint and job.plan.history.snapshots < FULL_CHECKS
+
+    def _compare_in_full(self, job: Job, units: list[Unit | Coded], targets: list[torch.Tensor]) -> None:
+        """While nobody waits: is what landed still what stands in the live tensors?"""
+        for unit, target in zip(units, targets, strict=True):
+            if any(gate.wanted.is_set() for gate in job.gates.values()):
+                return
+            now = unit.compute(torch.empty_like(target)) if isinstance(unit, Coded) else unit.source
+            if not torch.equal(now, target):
+                self._violated(job, unit)
+                return
