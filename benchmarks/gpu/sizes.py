@@ -88,7 +88,7 @@ H200 = Sizes(
     ring_bytes=4 << 30,
     kills=20,
     killed_bytes=2 << 30,
-    poison_bytes=1 << 30,
+    poison_bytes=256 << 20,  # copied in the time of a step, and sealed often enough for 500
     poison_snapshots=500,
 )
 

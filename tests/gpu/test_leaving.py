@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from keepstep.trainer.checks import Checks
+from keepstep.trainer.gather import gather
 from keepstep.trainer.leaving import PIECE_BYTES, Cargo, Departure, Lane, cut
 from keepstep.trainer.prints import Prints
 from keepstep.trainer.units import Unit
@@ -51,3 +53,35 @@ def test_clones_and_fingerprints_are_done_long_before_the_copies() -> None:
         departure.finish()
         assert checks.changed_on_the_way(payload) is None
     assert torch.equal(payload, source.cpu())
+
+
+def test_snapshots_in_a_row_hold_what_was_there_when_each_began() -> None:
+    """Nothing waits on the host: clones and gathered tensors of one are overwritten by the next when they have left."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    large = torch.empty(8 * PIECE_BYTES + 4, dtype=torch.uint8, device=device)
+    small = [torch.empty(100, dtype=torch.uint8, device=device) for _ in range(50)]
+    nobody: Any = None
+    sizes = [128 * index for index in range(len(small))]
+    units = [Unit(one, at, 100, "small", frozenset({0}), nobody) for one, at in zip(small, sizes, strict=True)]
+    begin = 128 * len(small)
+    unit = Unit(large, begin, large.numel(), "large", frozenset({0}), nobody)
+    gathered = gather(units)
+    lane = Lane(device, LATE_BYTES)
+    lane.warm_up(set())
+    begun: list[tuple[Departure, Checks, torch.Tensor]] = []
+    for number in range(4):
+        large.random_(0, 256)
+        for one in small:
+            one.fill_(number)
+        payload = torch.zeros(begin + large.numel(), dtype=torch.uint8, pin_memory=True)
+        checks = Checks(None, [Prints([unit], random.Random(0), whole=True)])
+        cargo = Cargo(payload, gathered, cut(payload[begin:], large, unit.owners))
+        departure = Departure(lane, cargo, (), partial(checks.look, device), partial(checks.leave, device))
+        departure.issue(lambda owner: None, lambda size: None)
+        departure.overtake(0)
+        begun.append((departure, checks, payload))
+    for number, (departure, checks, payload) in enumerate(begun):
+        departure.finish()
+        assert checks.changed_on_the_way(payload) is None
+        assert all(bool((payload[at : at + 100] == number).all()) for at in sizes)
+    assert torch.equal(begun[-1][2][begin:], large.cpu())

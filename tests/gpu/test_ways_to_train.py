@@ -119,6 +119,26 @@ class InBackward(Training):
         self.loss().backward()
 
 
+class Turns(Training):
+    """Two optimizers, one of which steps at every third step only: a `take` finds it silent, and must not accuse it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        half = DEPTH // 2
+        self.often = torch.optim.AdamW(self.model[:half].parameters(), lr=1e-3, fused=True)
+        self.rarely = torch.optim.AdamW(self.model[half:].parameters(), lr=1e-3, fused=True)
+        self.state = {"model": self.model, "often": self.often, "rarely": self.rarely}
+        self._count = 0
+
+    def step(self) -> None:
+        self._count += 1
+        self.model.zero_grad()
+        self.loss().backward()
+        self.often.step()
+        if self._count % 3 == 1:
+            self.rarely.step()
+
+
 class Graphed(Training):
     """The whole step is one CUDA graph: no Python runs in a replay, and no hook."""
 
@@ -147,7 +167,7 @@ class Graphed(Training):
         self._graph.replay()
 
 
-ANYWHERE: list[Callable[[], Training]] = [Fused, Foreach, Accumulated, InBackward]
+ANYWHERE: list[Callable[[], Training]] = [Fused, Foreach, Accumulated, InBackward, Turns]
 ON_CUDA: list[Callable[[], Training]] = [Scaled, Compiled, Graphed]
 
 
@@ -176,6 +196,8 @@ def live(run: LocalRun, way: Callable[[], Training], slots: int, truth: dict[int
         taken.append(snapshots.take(number))
     complete = [one for one in taken if one.wait(timeout_s=60) >= keepstep.Survives.PROCESS]
     assert complete, [one.reason for one in taken]
+    if way is Turns:
+        assert not any(watched.distrusted for watched in snapshots._fence.watched)
     snapshots.close(finished=False)
     return len(complete)
 
