@@ -12,9 +12,10 @@ import torch
 
 from keepstep.config import TakeConfig
 from keepstep.trainer import capture
-from keepstep.trainer.capture import Capture, Job
+from keepstep.trainer.capture import Capture
 from keepstep.trainer.checks import Checks
 from keepstep.trainer.fence import Fence, Gate
+from keepstep.trainer.job import Job
 from keepstep.trainer.prints import Prints
 from keepstep.trainer.units import Unit
 

@@ -33,8 +33,7 @@ from keepstep.errors import CaptureError
 from keepstep.trainer.coding import Coded
 from keepstep.trainer.copies import CopyPlan
 from keepstep.trainer.fence import Fence, Gate
-from keepstep.trainer.job import Job as Job
-from keepstep.trainer.job import Spent
+from keepstep.trainer.job import Job, Spent
 from keepstep.trainer.landing import Ranges
 from keepstep.trainer.lanes import Lanes
 from keepstep.trainer.leaving import Departure

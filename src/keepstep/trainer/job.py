@@ -10,11 +10,9 @@ import torch
 
 from keepstep.arena.header import TrainerHeader
 from keepstep.trainer.checks import Checks
-from keepstep.trainer.coding import Coded
 from keepstep.trainer.copies import CopyPlan, Parts
 from keepstep.trainer.fence import Gate
 from keepstep.trainer.leaving import Departure
-from keepstep.trainer.units import Unit
 from keepstep.trainer.view import ArenaView
 from keepstep.types import Version
 
@@ -46,10 +44,6 @@ class Job:
     departures: list[Departure] = field(default_factory=list)
     """one for each device"""
     void: str = ""
-
-    @property
-    def lazy(self) -> list[Unit | Coded]:
-        return self.parts.lazy
 
 
 @dataclass

@@ -33,9 +33,10 @@ from keepstep.protocol import (
     Voided,
 )
 from keepstep.trainer import sizing
-from keepstep.trainer.capture import Capture, Job
+from keepstep.trainer.capture import Capture
 from keepstep.trainer.fence import Fence
 from keepstep.trainer.items import MODULE, OPTIMIZER, STATEFUL, Items, unwrap_optimizer
+from keepstep.trainer.job import Job
 from keepstep.trainer.landing import Ranges
 from keepstep.trainer.link import Link, Listeners
 from keepstep.trainer.loading import Loading
