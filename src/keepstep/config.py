@@ -47,7 +47,7 @@ class ArenaConfig(_Section):
     """Places for snapshots, 2 to 4. Two always hold one complete version while the next is written; with three the
     next one may begin before the last has ended (every step, though the copy is longer than a step); with four that
     one may also still be checksummed (a host that runs ahead of its device)."""
-    prefault_threads: int = 4
+    prefault_threads: int = 8
     """Threads that populate pages before the first step (0.5 s per GiB and thread)."""
     memory_limit_bytes: int = 0
     """Refuse to take more than this for one rank's arena; 0: what the cgroup and the machine allow."""

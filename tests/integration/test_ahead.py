@@ -14,8 +14,10 @@ import torch
 
 import keepstep
 from keepstep import faults
+from keepstep.arena import segment as segments
 from keepstep.identity import Identity
 from keepstep.testing.run import LocalRun
+from keepstep.trainer import ahead as ahead_module
 from keepstep.trainer.ahead import Ahead
 
 
@@ -146,6 +148,39 @@ def test_what_is_wanted_is_handed_over(run: LocalRun, fds: dict[str, int]) -> No
     assert view.arena.arena_id == arena_id
     view.close()
     assert until(lambda: maps() == 0)
+
+
+@pytest.mark.parametrize("to_devices", [False, True])
+def test_where_bytes_go_to_devices_the_rest_of_the_pages_waits(
+    run: LocalRun, fds: dict[str, int], monkeypatch: pytest.MonkeyPatch, to_devices: bool
+) -> None:
+    monkeypatch.setattr(ahead_module, "in_use", lambda: to_devices)
+    monkeypatch.setattr(segments, "POPULATE_STEP", os.sysconf("SC_PAGESIZE"))
+    begun, answered = threading.Event(), threading.Event()
+    steps = 0
+
+    def count(name: str) -> None:
+        nonlocal steps
+        if name == "segment.populate":
+            begun.set()
+            answered.wait(5)
+            steps += 1
+
+    faults.install(count)
+    try:
+        ahead = Ahead(lambda: fds, run.identity, 0)
+        assert begun.wait(5)
+        view = ahead.take(next(iter(fds)))
+        assert view is not None
+        answered.set()
+        assert until(lambda: not ahead._thread.is_alive())
+        pages = view.mapping.size_bytes // os.sysconf("SC_PAGESIZE")
+        assert steps == (1 if to_devices else pages)
+        view.mapping.populate(2)
+        assert steps == pages
+        view.close()
+    finally:
+        faults.install(None)
 
 
 def test_restoring_again_leaves_nothing(run: LocalRun) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +63,57 @@ def test_every_byte_arrives(segment: Segment, seed: int) -> None:
     for source, target in stretches:
         expected = segment.read(source, target.numel()) if isinstance(source, int) else bytes(source.numpy())
         assert bytes(target.numpy()) == expected
+
+
+class LateDevice(module._Sending):
+    """Reads a buffer when it is waited for, and not before."""
+
+    def send(self, piece: module.Piece, buffer: np.ndarray) -> None:
+        self._late = [*getattr(self, "_late", []), piece]
+        self._sent.append(([], buffer))
+
+    def has_arrived(self) -> bool:
+        return False
+
+    def wait_for_one(self) -> np.ndarray:
+        buffer, piece = self._sent[0][1], self._late.pop(0)
+        for at, target in piece.parts:
+            target.copy_(torch.from_numpy(buffer)[at : at + target.numel()])
+        return super().wait_for_one()
+
+    def __exit__(self, *exc: object) -> None:
+        while self._sent:
+            self.wait_for_one()
+        super().__exit__(*exc)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_buffer_is_not_filled_again_before_its_copy_has_ended(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    monkeypatch.setattr(module, "_Sending", LateDevice)
+    ring, target = Ring(threads), torch.zeros(SIZE, dtype=torch.uint8)
+    ring.load(segment, [Stretch(0, target)])
+    ring.close()
+    assert bytes(target.numpy()) == segment.read(0, SIZE)
+
+
+def test_without_threads_to_be_had_it_fails_and_leaves_none(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, 0
+
+    def third_fails(thread: threading.Thread) -> None:
+        nonlocal started
+        started += 1
+        if started == 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", third_fails)
+    ring = Ring(4)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        ring.load(segment, [Stretch(0, torch.zeros(SIZE, dtype=torch.uint8))])
+    ring.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("keepstep-ring")]
 
 
 def test_what_lies_side_by_side_is_read_together_and_what_is_large_is_cut(segment: Segment) -> None:

@@ -17,7 +17,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from keepstep import faults
@@ -189,7 +189,8 @@ class Mapping:
         self.address: int = address
         self.size_bytes = size
         self._populating = threading.Lock()
-        self._populated = False
+        self._populated: set[int] = set()
+        """starts of the steps that are done: what was cancelled goes on from there"""
 
     def populate(
         self,
@@ -200,27 +201,35 @@ class Mapping:
     ) -> None:
         """Fault every page in, once, so that the first snapshot costs what the hundredth does."""
         with self._populating:
-            if not self._populated:
-                self.populate_range(0, self.size_bytes, threads, progress, cancelled)
-                self._populated = not cancelled() and len(self.map) > 0
+            starts = [start for start in range(0, self.size_bytes, POPULATE_STEP) if start not in self._populated]
+            done_bytes = self.size_bytes - sum(min(POPULATE_STEP, self.size_bytes - start) for start in starts)
 
-    def populate_range(
-        self,
-        begin: int,
-        end: int,
-        threads: int,
-        progress: Callable[[int], None] = lambda done: None,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> None:
+            def done(start: int, size: int) -> None:
+                nonlocal done_bytes
+                self._populated.add(start)
+                done_bytes += size
+                progress(done_bytes)
+
+            self._fault_in(starts, self.size_bytes, threads, done, cancelled)
+
+    def populate_range(self, begin: int, end: int, threads: int) -> None:
         """Fault pages in, by reading: those that are there already, after a restart, come sixteen at a time that way,
         and a page of shared memory is mapped writable when it is read.
         """
-        lock, held = threading.Lock(), self.map  # held: a `close` must not take the map away under this, but ends it
         begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        done = 0
+        self._fault_in(range(begin, end, POPULATE_STEP), end, threads)
+
+    def _fault_in(
+        self,
+        starts: Sequence[int],
+        end: int,
+        threads: int,
+        done: Callable[[int, int], None] = lambda start, size: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        lock, held = threading.Lock(), self.map  # held: a `close` must not take the map away under this, but ends it
 
         def one(start: int) -> None:
-            nonlocal done
             if cancelled() or self.map is not held or not held:
                 return
             size = min(POPULATE_STEP, end - start)
@@ -230,11 +239,10 @@ class Mapping:
                 for page in range(start, start + size, mmap.PAGESIZE):  # kernels before 5.14
                     held[page]
             with lock:
-                done += size
-                progress(done)
+                done(start, size)
 
         with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-populate") as pool:
-            list(pool.map(one, range(begin, end, POPULATE_STEP)))
+            list(pool.map(one, starts))
 
     def close(self) -> None:
         """Give the map up. Tensors that still point into it keep it; it goes with the last of them."""

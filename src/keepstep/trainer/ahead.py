@@ -3,7 +3,8 @@
 A trainer is handed duplicates of every memfd of its node when it registers, so it need not wait for the keeper's word
 to map the arena that it will most likely be told to load, and to lock the little memory that bytes reach devices
 through (`ring`). When it is told something else, nothing is lost but that work. The view then serves the next
-snapshots; its pages are faulted in meanwhile.
+snapshots; its pages are faulted in meanwhile, and where bytes go to devices, which needs no map, the rest of them when
+the state is there: both at once would only make training wait longer for it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from keepstep.arena.segment import Mapping
 from keepstep.arena.slots import Arena
 from keepstep.errors import Error
 from keepstep.identity import Identity
+from keepstep.trainer.cuda_host import in_use
 from keepstep.trainer.ring import Ring
 from keepstep.trainer.view import ArenaView
 
@@ -81,7 +83,10 @@ class Ahead:
         del view  # it is its owner's to close
         if self._ring is not None:
             self._ring.lock()
-        mapping.populate(self._threads, cancelled=lambda: self._answered.is_set() and not self._taken)
+        mapping.populate(self._threads, cancelled=self._is_over)
+
+    def _is_over(self) -> bool:
+        return self._answered.is_set() and not self._taken
 
     def _find(self) -> Arena | None:
         while not self._answered.wait(POLL_S):

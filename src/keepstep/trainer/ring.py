@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -25,7 +27,7 @@ PIECE_BYTES = 16 << 20
 GAP_BYTES = 4096
 """bytes between two tensors that are read with them rather than apart"""
 BUFFERS = 2
-"""per thread: one is filled while the other leaves"""
+"""for each thread: one is filled while another leaves"""
 MOST_THREADS = 12
 
 
@@ -106,37 +108,16 @@ class Ring:
     def load(self, segment: Segment, stretches: Sequence[Stretch]) -> None:
         """Returns when all of it is on its device, behind what was queued there before."""
         self.lock()
-        pieces, taking = iter(plan(stretches)), threading.Lock()
-        behind = {target.device: _mark(target.device) for _, target in stretches if target.is_cuda}
-        failures: list[BaseException] = []
-
-        def work(index: int) -> None:
+        filling = _Filling(segment, plan(stretches), self._buffers(), self._threads)
+        with _Sending({target.device for _, target in stretches if target.is_cuda}) as sending:
             try:
-                with _Hand(segment, self._buffers(index), behind) as hand:
-                    while (piece := _next(pieces, taking)) is not None and not failures:
-                        hand.move(piece)
-            except BaseException as error:
-                failures.append(error)
+                filling.start()
+                _pass_on(filling, sending)
+            finally:  # Ctrl-C, or no thread to be had: nothing is written once this is over
+                filling.end()
 
-        threads = [threading.Thread(target=work, args=(i,), name=f"keepstep-ring-{i}") for i in range(self._threads)]
-        begun: list[threading.Thread] = []
-        try:
-            for thread in threads:
-                thread.start()
-                begun.append(thread)
-            for thread in begun:
-                thread.join()
-        except BaseException as error:  # Ctrl-C, or no thread to be had: nothing is written once this is over
-            failures.append(error)
-        finally:
-            for thread in begun:
-                thread.join()
-        if failures:
-            raise failures[0]
-
-    def _buffers(self, index: int) -> list[np.ndarray]:
-        first = BUFFERS * index
-        return [self._bytes[at * PIECE_BYTES : (at + 1) * PIECE_BYTES] for at in range(first, first + BUFFERS)]
+    def _buffers(self) -> list[np.ndarray]:
+        return [self._bytes[at : at + PIECE_BYTES] for at in range(0, self._bytes.size, PIECE_BYTES)]
 
     def close(self) -> None:
         with self._locking:
@@ -145,41 +126,115 @@ class Ring:
             self._bytes, self._memory = self._bytes[:0].copy(), None
 
 
-class _Hand:
-    """One thread's buffers and streams."""
+def _pass_on(filling: _Filling, sending: _Sending) -> None:
+    """From those who read to the devices, and the buffers back again. Raises what went wrong in reading."""
+    while filling.num_busy:
+        try:
+            found = filling.filled.get(block=not sending.on_their_way)
+        except queue.Empty:
+            filling.free.put(sending.wait_for_one())
+            continue
+        if isinstance(found, BaseException):
+            raise found
+        if found is None:
+            filling.num_busy -= 1
+            continue
+        sending.send(*found)
+        while sending.has_arrived():
+            filling.free.put(sending.wait_for_one())
 
-    def __init__(
-        self, segment: Segment, buffers: list[np.ndarray], behind: dict[torch.device, torch.cuda.Event]
-    ) -> None:
-        self._segment, self._buffers = segment, buffers
-        self._left: list[list[torch.cuda.Event]] = [[] for _ in buffers]
-        """by buffer: after them it may be filled again"""
-        self._turn = 0
-        self._streams = {device: torch.cuda.Stream(device) for device in behind}  # type: ignore[no-untyped-call]
-        for device, event in behind.items():
-            self._streams[device].wait_event(event)
 
-    def move(self, piece: Piece) -> None:
-        self._turn = (self._turn + 1) % len(self._buffers)
-        for event in self._left[self._turn]:
-            event.synchronize()
-        buffer = self._buffers[self._turn][: piece.size_bytes]
+class _Filling:
+    """Threads that read pieces into free buffers, and do nothing else: what they did besides, each of a dozen would
+    have to wait for, in the interpreter and in CUDA, longer than its piece takes to read."""
+
+    def __init__(self, segment: Segment, pieces: list[Piece], buffers: list[np.ndarray], threads: int) -> None:
+        self._segment = segment
+        self._todo = iter(pieces)
+        """gives each to one thread: it runs outside the interpreter's loop"""
+        self.free: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        """None: there will be no more"""
+        self.filled: queue.SimpleQueue[tuple[Piece, np.ndarray] | BaseException | None] = queue.SimpleQueue()
+        """an error, or None, from each thread that is done"""
+        for buffer in buffers:
+            self.free.put(buffer)
+        self._threads = [threading.Thread(target=self._fill, name=f"keepstep-ring-{i}") for i in range(threads)]
+        self.num_busy = 0
+        self._ended = False
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+            self.num_busy += 1
+
+    def end(self) -> None:
+        self._ended = True
+        for _ in self._threads:
+            self.free.put(None)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _fill(self) -> None:
+        ended: BaseException | None = None
+        try:
+            for piece in self._todo:
+                buffer = self.free.get()
+                if buffer is None or self._ended:
+                    break
+                self._read(piece, buffer[: piece.size_bytes])
+                self.filled.put((piece, buffer))
+        except BaseException as error:
+            ended = error
+        self.filled.put(ended)
+
+    def _read(self, piece: Piece, buffer: np.ndarray) -> None:
         if isinstance(piece.source, int):
             self._segment.read_into(piece.source, buffer.data)
         else:
             np.copyto(buffer, piece.source.numpy())
+
+
+class _Sending:
+    """Copies to devices, queued by one thread on one stream for each of them, and the buffers that they still read."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
+        self._sent: deque[tuple[list[torch.cuda.Event], np.ndarray]] = deque()
+        self._current = contextlib.ExitStack()
+
+    @property
+    def on_their_way(self) -> int:
+        return len(self._sent)
+
+    def send(self, piece: Piece, buffer: np.ndarray) -> None:
         there = torch.from_numpy(buffer)
         for at, target in piece.parts:
-            with torch.cuda.stream(self._streams.get(target.device)):
-                target.copy_(there[at : at + target.numel()], non_blocking=True)
+            target.copy_(there[at : at + target.numel()], non_blocking=True)
         used = {target.device for _, target in piece.parts if target.is_cuda}
-        self._left[self._turn] = [self._streams[device].record_event() for device in used]
+        self._sent.append(([self._streams[device].record_event() for device in used], buffer))
+
+    def has_arrived(self) -> bool:
+        """Whether the oldest has: its buffer is free."""
+        return bool(self._sent) and all(event.query() for event in self._sent[0][0])  # type: ignore[no-untyped-call]
+
+    def wait_for_one(self) -> np.ndarray:
+        """The buffer of the oldest."""
+        events, buffer = self._sent[0]
+        for event in events:
+            event.synchronize()
+        self._sent.popleft()
+        return buffer
 
     def __enter__(self) -> Self:
+        for device, stream in self._streams.items():
+            stream.wait_event(torch.cuda.current_stream(device).record_event())
+            self._current.enter_context(torch.cuda.stream(stream))
         return self
 
     def __exit__(self, *exc: object) -> None:
         """However it ends: what was queued reads the buffers."""
+        self._current.close()
         for stream in self._streams.values():
             stream.synchronize()
 
@@ -203,13 +258,3 @@ class Loads:
         stretches, self._stretches = self._stretches, []
         if stretches:
             self._ring.load(self._segment, stretches)
-
-
-def _next(pieces: Iterator[Piece], taking: threading.Lock) -> Piece | None:
-    with taking:
-        return next(pieces, None)
-
-
-def _mark(device: torch.device) -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
-    return event
