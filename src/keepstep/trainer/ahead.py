@@ -86,7 +86,7 @@ class Ahead:
         mapping.populate(self._threads, cancelled=self._is_over)
 
     def _is_over(self) -> bool:
-        return self._answered.is_set() and not self._taken
+        return self._answered.is_set() and (not self._taken or in_use())
 
     def _find(self) -> Arena | None:
         while not self._answered.wait(POLL_S):

@@ -52,6 +52,7 @@ from keepstep.trainer.place import (
 from keepstep.trainer.replicas import Replicas
 from keepstep.trainer.restore import Restored, sharded_modules
 from keepstep.trainer.shares import Sharing
+from keepstep.trainer.short_turns import short_turns
 from keepstep.trainer.state import Reader
 from keepstep.trainer.stillness import Stillness
 from keepstep.trainer.stopwatch import Stopwatch
@@ -119,6 +120,10 @@ class Snapshotter:
         backward pass, run before the state is written, which makes DDP with three or more ranks exact.
         """
         self._check_open()
+        with short_turns():
+            return self._restore(rehearsal)
+
+    def _restore(self, rehearsal: Callable[[], object] | None) -> Restored | None:
         watch = Stopwatch()
         loading = Loading(self.config, self._identity, self._place, self._items, self._link, self._memory)
         restored = loading.run(rehearsal, self._replicas, watch)

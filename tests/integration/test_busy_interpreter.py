@@ -1,0 +1,104 @@
+"""A restore beside threads that never wait: it makes thousands of small calls, and each gives them a turn."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import keepstep
+from keepstep.testing.run import LocalRun
+from keepstep.trainer.short_turns import TURN_S
+
+PARAMETERS = 300
+
+
+class Sees:
+    """How long a turn is while its state is loaded."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.turn_s = 0.0
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.turn_s = sys.getswitchinterval()
+        if self.refuses:
+            raise ValueError("not this one")
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    over = False
+
+    def work() -> None:
+        while not over:
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over = True
+        thread.join()
+
+
+@pytest.fixture
+def run() -> Iterator[LocalRun]:
+    with LocalRun() as made:
+        yield made
+
+
+def make_state(sees: Sees) -> dict[str, Any]:
+    model = torch.nn.ParameterList(torch.zeros(8, 8) for _ in range(PARAMETERS))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), foreach=False), "sees": sees}
+
+
+def save(run: LocalRun) -> dict[str, Any]:
+    state = make_state(Sees())
+    with keepstep.Snapshotter(state, run.config()) as snapshots:
+        snapshots.restore()
+        for parameter in state["model"].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        state["optimizer"].step()
+        assert snapshots.take(1).wait(timeout_s=10) >= keepstep.Survives.PROCESS
+        snapshots.close(finished=False)
+    return state
+
+
+def test_a_busy_thread_does_not_hold_a_restore_up(run: LocalRun) -> None:
+    saved, sees = save(run), Sees()
+    before, state = sys.getswitchinterval(), make_state(sees)
+    snapshots = keepstep.Snapshotter(state, run.config())
+    with busy_thread():
+        started = time.perf_counter()
+        restored = snapshots.restore()
+        took_s = time.perf_counter() - started
+    snapshots.close(finished=False)
+    assert restored is not None
+    assert restored.step == 1
+    for here, there in zip(state["model"].parameters(), saved["model"].parameters(), strict=True):
+        assert torch.equal(here, there)
+    assert sees.turn_s == pytest.approx(TURN_S, abs=2e-6)
+    assert sys.getswitchinterval() == before
+    assert took_s < 15, f"{took_s:.1f} s: 46 with turns of 5 ms, one with short ones"
+
+
+def test_turns_are_as_long_as_before_when_a_restore_has_failed(run: LocalRun) -> None:
+    save(run)
+    before, sees = sys.getswitchinterval(), Sees(refuses=True)
+    snapshots = keepstep.Snapshotter(make_state(sees), run.config())
+    with pytest.raises(keepstep.RecoveryError, match="not this one"):
+        snapshots.restore()
+    snapshots.close(finished=False)
+    assert sees.turn_s == pytest.approx(TURN_S, abs=2e-6)
+    assert sys.getswitchinterval() == before
