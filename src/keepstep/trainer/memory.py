@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
-import time
 from collections.abc import Callable
-from typing import Any
 
 from keepstep.arena.header import Progress
 from keepstep.arena.segment import Mapping
@@ -18,11 +15,11 @@ from keepstep.identity import Identity, start_time
 from keepstep.protocol import ArenaGiven, ArenaNeed, WantArena
 from keepstep.trainer import sizing
 from keepstep.trainer.link import Link
+from keepstep.trainer.progress import ProgressLine, waiting_for
 from keepstep.trainer.view import ArenaView
 
 log = logging.getLogger("keepstep")
 
-SLOW_S = 1.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 10.0
 
 
@@ -55,7 +52,9 @@ class Memory:
 
     def get(self, need: ArenaNeed, *, show: bool) -> None:
         """Have an arena with room for `need`. Raises the one error that a user gets when it does not fit."""
-        arena_id, fd = self._ask(need)
+        size_bytes = self._config.slots * (need.layout_bytes + need.values_bytes + need.payload_bytes)
+        with waiting_for(size_bytes, enabled=show):
+            arena_id, fd = self._ask(need)
         try:
             self._move_into(arena_id, fd, show=show)
         finally:
@@ -110,7 +109,7 @@ class Memory:
             return
         view = self._open(arena_id, fd)
         try:
-            with _ProgressLine(view.arena.segment.size_bytes, enabled=show) as progress:
+            with ProgressLine(view.arena.segment.size_bytes, enabled=show) as progress:
                 view.mapping.populate(self._config.prefault_threads, progress)
             view.register_with_cuda()
         except BaseException:
@@ -186,36 +185,3 @@ def open_view(fd: int, identity: Identity) -> ArenaView:
     except BaseException:
         os.close(fd)
         raise
-
-
-class _ProgressLine:
-    """Says how far a long preparation is: a bar on a terminal, a line in the log elsewhere."""
-
-    def __init__(self, total_bytes: int, *, enabled: bool) -> None:
-        self._total, self._enabled = total_bytes, enabled
-        self._started = time.monotonic()
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> Callable[[int], None]:
-        return self._show
-
-    def _show(self, done: int) -> None:
-        if not self._enabled or time.monotonic() - self._started < SLOW_S:
-            return
-        if self._bar is None and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress as Bar
-
-            self._bar = Bar(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("keepstep prepares its memory", total=self._total)
-            self._bar.start()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        took = time.monotonic() - self._started
-        if self._enabled and took >= SLOW_S:
-            log.info("prepared %.2f GiB of memory in %.1f s", self._total / (1 << 30), took)
