@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 
 import keepstep
 from keepstep.testing.run import LocalRun
-from keepstep.trainer.short_turns import TURN_S
+from keepstep.trainer.short_turns import TURN_S, short_turns
 
 PARAMETERS = 300
 
@@ -91,6 +92,43 @@ def test_a_busy_thread_does_not_hold_a_restore_up(run: LocalRun) -> None:
     assert sees.turn_s == pytest.approx(TURN_S, abs=2e-6)
     assert sys.getswitchinterval() == before
     assert took_s < 15, f"{took_s:.1f} s: 46 with turns of 5 ms, one with short ones"
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_the_last_of_several_puts_back_what_the_user_has_set(first_out: int) -> None:
+    before = sys.getswitchinterval()
+    both = [short_turns(), short_turns()]
+    for one in both:
+        one.__enter__()
+    both[first_out].__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(TURN_S, abs=2e-6)
+    both[1 - first_out].__exit__(None, None, None)
+    assert sys.getswitchinterval() == before
+
+
+@pytest.mark.parametrize("microseconds", [*range(4_990, 5_010), 50, 249, 251, 19_999])
+def test_what_the_user_has_set_does_not_drift(microseconds: int) -> None:
+    usual = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(microseconds * 1e-6 + 5e-7)
+        before = sys.getswitchinterval()
+        for _ in range(3):
+            with short_turns():
+                assert sys.getswitchinterval() <= max(TURN_S, 1e-6) + 2e-6
+            assert sys.getswitchinterval() == before
+    finally:
+        sys.setswitchinterval(usual)
+
+
+def test_a_worker_that_is_forked_meanwhile_has_turns_of_the_usual_length() -> None:
+    usual = sys.getswitchinterval()
+    with short_turns():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if sys.getswitchinterval() == usual else 1)
+        _, status = os.waitpid(child, 0)
+        assert sys.getswitchinterval() < usual
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_turns_are_as_long_as_before_when_a_restore_has_failed(run: LocalRun) -> None:

@@ -198,3 +198,6 @@ def test_loads_are_counted_from_the_payload_and_done_once(segment: Segment) -> N
     assert not first.any()
     ring.close()
     ring.lock()  # too late, and no matter
+    loads.add(10, first)
+    with pytest.raises(AssertionError, match="closed"):
+        loads.run()

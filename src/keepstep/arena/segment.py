@@ -228,21 +228,25 @@ class Mapping:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         lock, held = threading.Lock(), self.map  # held: a `close` must not take the map away under this, but ends it
+        todo = iter(starts)
+        """gives each to one thread: it runs outside the interpreter's loop"""
 
-        def one(start: int) -> None:
-            if cancelled() or self.map is not held or not held:
-                return
-            size = min(POPULATE_STEP, end - start)
-            faults.point("segment.populate")
-            failed = _libc.madvise(self.address + start, size, MADV_POPULATE_READ) != 0
-            if failed and ctypes.get_errno() == errno.EINVAL:  # not for a page that is bad: to touch it would end us
-                for page in range(start, start + size, mmap.PAGESIZE):  # kernels before 5.14
-                    held[page]
-            with lock:
-                done(start, size)
+        def some() -> None:
+            for start in todo:
+                if cancelled() or self.map is not held or not held:
+                    return
+                size = min(POPULATE_STEP, end - start)
+                faults.point("segment.populate")
+                failed = _libc.madvise(self.address + start, size, MADV_POPULATE_READ) != 0
+                if failed and ctypes.get_errno() == errno.EINVAL:  # not for a bad page: to touch it would end us
+                    for page in range(start, start + size, mmap.PAGESIZE):  # kernels before 5.14
+                        held[page]
+                with lock:
+                    done(start, size)
 
         with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-populate") as pool:
-            list(pool.map(one, starts))
+            for one in [pool.submit(some) for _ in range(threads)]:
+                one.result()
 
     def close(self) -> None:
         """Give the map up. Tensors that still point into it keep it; it goes with the last of them."""

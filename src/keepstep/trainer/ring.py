@@ -98,6 +98,7 @@ class Ring:
         self._locking = threading.Lock()
         self._locked: bool | None = None
         """None: not tried yet"""
+        self._used: list[_Sending] = []
 
     def lock(self) -> None:
         """From any thread, once. Where it fails copies are slower, not wrong."""
@@ -107,9 +108,12 @@ class Ring:
 
     def load(self, segment: Segment, stretches: Sequence[Stretch]) -> None:
         """Returns when all of it is on its device, behind what was queued there before."""
+        assert self._memory is not None, "closed: there is no buffer to wait for"
         self.lock()
         filling = _Filling(segment, plan(stretches), self._buffers(), self._threads)
-        with _Sending({target.device for _, target in stretches if target.is_cuda}) as sending:
+        sending = _Sending({target.device for _, target in stretches if target.is_cuda})
+        self._used.append(sending)
+        with sending:
             try:
                 filling.start()
                 _pass_on(filling, sending)
@@ -120,6 +124,8 @@ class Ring:
         return [self._bytes[at : at + PIECE_BYTES] for at in range(0, self._bytes.size, PIECE_BYTES)]
 
     def close(self) -> None:
+        for sending in self._used:  # once more: it may have been interrupted while it waited
+            sending.wait_for_all()
         with self._locking:
             if self._locked:
                 unlock_pages([self._address])
@@ -158,7 +164,9 @@ class _Filling:
         """an error, or None, from each thread that is done"""
         for buffer in buffers:
             self.free.put(buffer)
-        self._threads = [threading.Thread(target=self._fill, name=f"keepstep-ring-{i}") for i in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._fill, name=f"keepstep-ring-{i}", daemon=True) for i in range(threads)
+        ]  # daemons: a second Ctrl-C that comes while they end must not leave a process that cannot
         self.num_busy = 0
         self._ended = False
 
@@ -226,17 +234,22 @@ class _Sending:
         self._sent.popleft()
         return buffer
 
+    def wait_for_all(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
     def __enter__(self) -> Self:
-        for device, stream in self._streams.items():
-            stream.wait_event(torch.cuda.current_stream(device).record_event())
-            self._current.enter_context(torch.cuda.stream(stream))
+        with contextlib.ExitStack() as entered:
+            for device, stream in self._streams.items():
+                stream.wait_event(torch.cuda.current_stream(device).record_event())
+                entered.enter_context(torch.cuda.stream(stream))
+            self._current = entered.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
         """However it ends: what was queued reads the buffers."""
         self._current.close()
-        for stream in self._streams.values():
-            stream.synchronize()
+        self.wait_for_all()
 
 
 class Loads:
