@@ -180,7 +180,7 @@ class _Filling:
         for _ in self._threads:
             self.free.put(None)
         for thread in self._threads:
-            if thread.ident is not None:
+            if thread.is_alive():
                 thread.join()
 
     def _fill(self) -> None:
@@ -242,14 +242,13 @@ class _Sending:
         with contextlib.ExitStack() as entered:
             for device, stream in self._streams.items():
                 stream.wait_event(torch.cuda.current_stream(device).record_event())
+                entered.callback(stream.synchronize)  # though another one failed: what was queued reads the buffers
                 entered.enter_context(torch.cuda.stream(stream))
             self._current = entered.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """However it ends: what was queued reads the buffers."""
         self._current.close()
-        self.wait_for_all()
 
 
 class Loads:
