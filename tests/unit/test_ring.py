@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -96,6 +97,62 @@ def test_a_buffer_is_not_filled_again_before_its_copy_has_ended(
     ring.load(segment, [Stretch(0, target)])
     ring.close()
     assert bytes(target.numpy()) == segment.read(0, SIZE)
+
+
+class Fake:
+    """Streams of two devices, and which of them are current."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fails: str) -> None:
+        self.waited: list[str] = []
+        self.current: list[str] = []
+        self.fails = fails
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(self, device))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(self, device))
+        monkeypatch.setattr(torch.cuda, "stream", self._stream)
+
+    @contextmanager
+    def _stream(self, stream: FakeStream) -> Iterator[None]:
+        self.current.append(stream.device)
+        try:
+            yield
+        finally:
+            self.current.pop()
+
+
+class FakeStream:
+    def __init__(self, fake: Fake, device: str) -> None:
+        self.fake, self.device = fake, device
+
+    def record_event(self) -> None:
+        pass
+
+    def wait_event(self, event: None) -> None:
+        if self.fake.fails == f"enter {self.device}":
+            raise RuntimeError("CUDA error")
+
+    def synchronize(self) -> None:
+        self.fake.waited.append(self.device)
+        if self.fake.fails == f"wait {self.device}":
+            raise RuntimeError("CUDA error")
+
+
+@pytest.mark.parametrize("fails", ["", "wait a", "wait b", "body"])
+def test_every_stream_is_waited_for_whatever_fails(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    fake = Fake(monkeypatch, fails=fails)
+    expected = pytest.raises(RuntimeError, match="CUDA error") if fails else nullcontext()
+    with expected, module._Sending(["a", "b"]):  # type: ignore[arg-type]
+        assert fake.current == ["a", "b"]
+        if fails == "body":
+            raise RuntimeError("CUDA error")
+    assert sorted(fake.waited) == ["a", "b"]
+    assert fake.current == []
+
+
+def test_a_device_that_fails_at_first_leaves_the_callers_streams_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(monkeypatch, fails="enter b")
+    with pytest.raises(RuntimeError, match="CUDA error"), module._Sending(["a", "b"]):  # type: ignore[arg-type]
+        pass
+    assert fake.current == []
 
 
 def test_without_threads_to_be_had_it_fails_and_leaves_none(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:

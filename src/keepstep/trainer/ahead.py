@@ -4,7 +4,7 @@ A trainer is handed duplicates of every memfd of its node when it registers, so 
 to map the arena that it will most likely be told to load, and to lock the little memory that bytes reach devices
 through (`ring`). When it is told something else, nothing is lost but that work. The view then serves the next
 snapshots; its pages are faulted in meanwhile, and where bytes go to devices, which needs no map, the rest of them when
-the state is there: both at once would only make training wait longer for it.
+the state is there: training waits for the state first.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from keepstep.config import ArenaConfig
 from keepstep.identity import Identity, start_time
 from keepstep.protocol import ArenaGiven, ArenaNeed, WantArena
 from keepstep.trainer import sizing
+from keepstep.trainer.bars import ProgressLine, waiting_for
 from keepstep.trainer.link import Link
-from keepstep.trainer.progress import ProgressLine, waiting_for
 from keepstep.trainer.view import ArenaView
 
 log = logging.getLogger("keepstep")

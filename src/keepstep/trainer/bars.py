@@ -13,7 +13,7 @@ log = logging.getLogger("keepstep")
 
 SLOW_S = 1.0
 LARGE_BYTES = 4 << 30
-"""the keeper has as much memory ready within a second, and nothing is said about it"""
+"""the keeper has as much memory ready in about a second, and nothing is said about it"""
 
 
 @contextmanager
@@ -63,7 +63,7 @@ class ProgressLine:
 
 
 def _bar() -> Any:
-    from rich.console import Console  # not before it is wanted: it takes 0.1 s to load
+    from rich.console import Console  # not before it is wanted
     from rich.progress import Progress
 
     return Progress(console=Console(stderr=True), transient=True)
