@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -108,20 +108,20 @@ class Fake:
         self.fails = fails
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(self, device))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(self, device))
-        monkeypatch.setattr(torch.cuda, "stream", self._stream)
-
-    @contextmanager
-    def _stream(self, stream: FakeStream) -> Iterator[None]:
-        self.current.append(stream.device)
-        try:
-            yield
-        finally:
-            self.current.pop()
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
 
 
 class FakeStream:
+    """Also the context in which it is current: not a generator, which would leave it when it is collected."""
+
     def __init__(self, fake: Fake, device: str) -> None:
         self.fake, self.device = fake, device
+
+    def __enter__(self) -> None:
+        self.fake.current.append(self.device)
+
+    def __exit__(self, *exc: object) -> None:
+        self.fake.current.remove(self.device)
 
     def record_event(self) -> None:
         pass
