@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -45,23 +45,22 @@ class Over(Protocol):
 def class_digests(book: Book, over: Over = map) -> tuple[ClassDigest, ...]:
     """Of everything in one slot that other nodes have too."""
     whole = _whole(book)
-    shared = [stream for stream in book.layout.streams if stream.mode != FULL]
+    shared = [stream for stream in book.holdings.streams if stream.mode != FULL]
     coded = [ClassDigest(stream.class_id, _sum_of_share(book, stream, over), stream.n) for stream in shared]
     return tuple(sorted([*whole, *coded], key=lambda one: one.class_id))
 
 
 def answer(book: Book, asked: Audit) -> AuditAnswer | None:
     """For one slot; None when it holds nothing of the class."""
-    stream = next((stream for stream in book.layout.streams if stream.class_id == asked.class_id), None)
+    stream = next((stream for stream in book.holdings.streams if stream.class_id == asked.class_id), None)
     if stream is None:
         return None
     if asked.chunks:
         return AuditAnswer(paths=_paths(stream, asked.chunks))
     rank = book.sealed.trainer.rank
     if stream.mode == FULL:
-        numbers = {chunk: number for (owner, chunk), number in book.stored(FULL).items() if owner == stream.class_id}
-        units = [Unit(chunk, -1, rank, _table_digest(book, number)) for chunk, number in numbers.items()]
-        return AuditAnswer(stream.n, 0, tuple(units))
+        whole = [Unit(chunk, -1, rank, found) for chunk, found in _table_digests(book, stream)]
+        return AuditAnswer(stream.n, 0, tuple(whole))
     coded = [Unit(_place(one), one.code_row, rank, _read(book, one)) for one in stream.stored()]
     return AuditAnswer(stream.n, stream.m, tuple(coded))
 
@@ -69,9 +68,11 @@ def answer(book: Book, asked: Audit) -> AuditAnswer | None:
 def _whole(book: Book) -> list[ClassDigest]:
     """Of chunks that are the same on every node: from their checksums, nothing is read."""
     total: dict[str, int] = defaultdict(int)
-    for (class_id, chunk), number in book.stored(FULL).items():
-        named = chunk.to_bytes(8, "little") + _table_digest(book, number)
-        total[class_id] ^= int.from_bytes(xxhash.xxh3_128_digest(named), "little")
+    for stream in book.holdings.streams:
+        if stream.mode == FULL:
+            for chunk, found in _table_digests(book, stream):
+                named = chunk.to_bytes(8, "little") + found
+                total[stream.class_id] ^= int.from_bytes(xxhash.xxh3_128_digest(named), "little")
     return [ClassDigest(class_id, value.to_bytes(DIGEST_BYTES, "little")) for class_id, value in total.items()]
 
 
@@ -116,8 +117,12 @@ def _place(stored: Stored) -> int:
     return stored.chunk if stored.chunk >= 0 else stored.row
 
 
-def _table_digest(book: Book, number: int) -> bytes:
-    return book.table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+def _table_digests(book: Book, stream: Stream) -> Iterator[tuple[int, bytes]]:
+    """The checksums of the chunks of a stream that the slot holds."""
+    for chunk in stream.chunks:
+        number = book.find(stream.class_id, chunk)
+        assert number is not None
+        yield chunk, book.table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
 
 def _paths(stream: Stream, chunks: tuple[int, ...]) -> tuple[str, ...]:

@@ -27,13 +27,13 @@ def find_streams(arenas: Mapping[str, Arena], answer: RestoreFrom, gathered: Gat
     own = open_book(arenas[answer.arena_id], answer.slot)
     found = Found(fds=[own.arena.segment.fd])
     books = [own]
-    if own.layout.streams:
+    if own.holdings.streams:
         for arena in arenas.values():
             for slot in range(arena.num_slots):
                 sealed = arena.sealed(slot)
                 if sealed is not None and sealed.version == answer.version and arena.arena_id != answer.arena_id:
                     books.append(open_book(arena, slot))
-    for stream in own.layout.streams:
+    for stream in own.holdings.streams:
         indexes, offsets = [], []
         for chunk in range(stream.num_chunks):
             place = _find(books, gathered, stream.class_id, chunk)

@@ -1,0 +1,191 @@
+"""What the keeper does for each snapshot and each chunk, with a state as large as real ones.
+
+The arenas are real and as long as they would be, but nothing was ever written to their payloads: they take no memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import pytest
+
+from keepstep.arena import header as h
+from keepstep.arena.checksum import seal
+from keepstep.arena.header import TrainerHeader
+from keepstep.arena.slots import DIGEST_BYTES, Arena, plan_header
+from keepstep.errors import IntegrityError
+from keepstep.keeper.audit import class_digests
+from keepstep.keeper.holdings import Holdings, KnownHoldings
+from keepstep.keeper.shelf import STREAM, Shelf, Wanted, open_book
+from keepstep.keeper.streams import find_streams
+from keepstep.layout import CHUNK_BYTES, FULL, Entry, Layout, Piece, Stream, class_id, digest
+from keepstep.peers.base import Refusal
+from keepstep.protocol import ArenaNeed, RestoreFrom
+from keepstep.types import Incarnation, Version
+
+VERSION = Version(Incarnation(1, 2), 3)
+LOCAL, CHUNKS = 8, 4096
+"""16 GiB of replicated state on a node of eight ranks"""
+TENSORS = 20_000
+
+
+def piece(path: str, size_bytes: int) -> Piece:
+    return Piece(path, "uint8", (size_bytes,), (1,), 0, (size_bytes,), (0,), False)
+
+
+@dataclass
+class Node:
+    """Eight ranks of one node; what they hold together is all of one class."""
+
+    arenas: list[Arena]
+    class_id: str
+
+
+def make(rank: int, layout: Layout, step: int = VERSION.step, arena: Arena | None = None) -> Arena:
+    """An arena of which one slot holds a snapshot with this layout, sealed."""
+    encoded, version = layout.encode(), Version(VERSION.incarnation, step)
+    if arena is None:
+        need = ArenaNeed(len(encoded), 1, layout.payload_bytes)
+        header = plan_header(need, slots=2, local_index=rank, run_id="r", node_id="n", instance=bytes(16))
+        arena = Arena.create(header, reserve=False)
+    slot = step % 2
+    arena.segment.write(arena.layout_span(slot).offset, encoded)
+    trainer = TrainerHeader(
+        state=h.COMMITTED, rank=rank, world_size=2 * LOCAL, local_index=rank, local_world_size=LOCAL, flags=0,
+        version=version, layout_bytes=len(encoded), values_bytes=1, payload_bytes=layout.payload_bytes,
+        layout_digest=digest(encoded), written_at=0.0, shared_offset=layout.shared_offset,
+    )  # fmt: skip
+    arena.write_trainer_header(slot, trainer)
+    seal(arena, slot, version, lambda arena, slot, chunks: bytes(DIGEST_BYTES * len(chunks)))
+    return arena
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    size = CHUNKS * CHUNK_BYTES
+    entries = (Entry(0, size, (piece("model.weight", size),)),)
+    ranks = tuple(range(2 * LOCAL))
+    name = class_id(ranks, entries)
+    with ExitStack() as stack:
+        arenas = []
+        for rank in range(LOCAL):
+            stream = Stream(
+                name, ranks, tuple(r // LOCAL for r in ranks), size, entries, FULL, 2, 0, 0, 0,
+                tuple(range(rank, CHUNKS, LOCAL)), (),
+            )  # fmt: skip
+            arena = make(rank, Layout((), (), (stream,)))
+            stack.callback(arena.close)
+            arenas.append(arena)
+        yield Node(arenas, name)
+
+
+def test_chunks_of_a_large_class_are_found_in_one_look_each(node: Node) -> None:
+    own = node.arenas[3]
+    started = time.perf_counter()
+    found = find_streams(
+        {arena.arena_id: arena for arena in node.arenas}, RestoreFrom(VERSION, own.arena_id, VERSION.step % 2, 0, [])
+    )
+    took_s = time.perf_counter() - started
+    (source,) = found.sources
+    assert not found.missing
+    for chunk in (0, 1, 3, 8, CHUNKS - 1):
+        holder = node.arenas[chunk % LOCAL]
+        assert found.fds[source.fd_index[chunk]] == holder.segment.fd
+        at = holder.payload_span(VERSION.step % 2).offset + chunk // LOCAL * CHUNK_BYTES
+        assert source.offsets[chunk] == at
+    assert took_s < 1.0
+
+
+def test_chunk_of_a_large_class_is_served_without_going_through_all_of_it(node: Node) -> None:
+    shelf = Shelf("n", lambda *_: None)
+    for arena in node.arenas:
+        shelf.put(arena)
+    asked = [Wanted(STREAM, VERSION, chunk=chunk, class_id=node.class_id).encode() for chunk in range(0, CHUNKS, 7)]
+    shelf.serve("peer", asked[0])
+    started = time.perf_counter()
+    for one in asked:
+        assert shelf.serve("peer", one).size_bytes == CHUNK_BYTES
+    assert (time.perf_counter() - started) / len(asked) < 1e-3
+
+
+def test_chunk_of_a_slot_that_was_written_again_is_not_served() -> None:
+    size = 2 * CHUNK_BYTES
+    entries = (Entry(0, size, (piece("model.weight", size),)),)
+    name = class_id((0, 1), entries)
+    layout = Layout((), (), (Stream(name, (0, 1), (0, 1), size, entries, FULL, 2, 0, 0, 0, (0, 1), ()),))
+    arena = make(0, layout)
+    try:
+        shelf = Shelf("n", lambda *_: None)
+        shelf.put(arena)
+        asked = Wanted(STREAM, VERSION, chunk=1, class_id=name).encode()
+        assert shelf.serve("peer", asked).size_bytes == CHUNK_BYTES
+        make(0, layout, VERSION.step + 2, arena)
+        with pytest.raises(Refusal, match="does not hold that"):
+            shelf.serve("peer", asked)
+    finally:
+        arena.close()
+
+
+def test_layout_of_many_tensors_is_decoded_once_for_all_its_snapshots() -> None:
+    entries = tuple(Entry(at * 64, 64, (piece(f"model.{at}", 64),)) for at in range(TENSORS))
+    layout = Layout(entries, tuple((at, 0) for at in range(TENSORS)))
+    arena = make(0, layout)
+    try:
+        class_digests(open_book(arena, VERSION.step % 2))
+        make(0, layout, VERSION.step + 1, arena)
+        started = time.perf_counter()
+        for _ in range(10):
+            assert class_digests(open_book(arena, (VERSION.step + 1) % 2)) == ()
+        assert (time.perf_counter() - started) / 10 < 5e-3
+    finally:
+        arena.close()
+
+
+# What is kept of layouts
+
+
+def small(tensors: int) -> tuple[TrainerHeader, bytes]:
+    """A layout with one stream of this many tensors, and a header that belongs to it."""
+    entries = tuple(Entry(at * 64, 64, (piece(f"model.{at}", 64),)) for at in range(tensors))
+    name = class_id((0, 1), entries)
+    stream = Stream(name, (0, 1), (0, 1), tensors * 64, entries, FULL, 2, 0, 0, 0, (0,), ())
+    layout = Layout((), (), (stream,))
+    encoded = layout.encode()
+    header = TrainerHeader(
+        state=h.COMMITTED, rank=0, world_size=2, local_index=0, local_world_size=1, flags=0, version=VERSION,
+        layout_bytes=len(encoded), values_bytes=1, payload_bytes=layout.payload_bytes, layout_digest=digest(encoded),
+        written_at=0.0, shared_offset=0,
+    )  # fmt: skip
+    return header, encoded
+
+
+def test_layouts_that_are_kept_have_a_bound_and_the_one_used_last_stays() -> None:
+    known = KnownHoldings(most_things=100)
+    wanted = [small(tensors) for tensors in (30, 31, 32, 33)]
+    reads = []
+
+    def look(index: int) -> Holdings:
+        header, encoded = wanted[index]
+        return known.of(header, lambda: reads.append(index) or encoded)  # type: ignore[func-returns-value]
+
+    for index in (0, 1, 2, 0, 3, 0):
+        assert len(look(index).streams[0].entries) == 30 + index
+        assert known.num_things <= 100
+    assert reads == [0, 1, 2, 3], "0 was used in between, so 1 and 2 went"
+    assert look(1).num_things == 33
+    assert reads[-1] == 1
+    header, encoded = small(500)
+    assert len(known.of(header, lambda: encoded).data) == 1, "larger than all that may be kept: it is used all the same"
+
+
+def test_layout_that_is_not_the_one_of_its_header_is_refused() -> None:
+    known = KnownHoldings()
+    header, encoded = small(2)
+    with pytest.raises(IntegrityError, match="does not match its digest"):
+        known.of(header, lambda: encoded[:-1] + b"!")
+    with pytest.raises(IntegrityError, match="where the shared part begins"):
+        known.of(replace(header, shared_offset=64), lambda: encoded)
+    assert known.of(header, lambda: encoded).num_things == 4
