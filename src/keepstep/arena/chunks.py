@@ -14,7 +14,7 @@ import xxhash
 from keepstep.arena.header import TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena, Span
 from keepstep.errors import IntegrityError
-from keepstep.layout import CHUNK_BYTES
+from keepstep.layout import CHUNK_BYTES, num_chunks
 
 LAYOUT, VALUES, UNIQUE, SHARED = REGIONS = ("layout", "values", "unique", "shared")
 _TEXTS = {UNIQUE: "payload", SHARED: "shared payload"}
@@ -60,7 +60,7 @@ def read_table(arena: Arena, slot: int) -> bytes:
     sealed = arena.sealed(slot)
     if sealed is None:
         raise IntegrityError(f"slot {slot} is not sealed, or its headers are damaged")
-    count = len(chunk_spans(arena, slot, sealed.trainer))
+    count = sum(num_chunks(span.size_bytes) for span in region_spans(arena, slot, sealed.trainer).values())
     if count != sealed.keeper.num_chunks:
         raise IntegrityError(f"slot {slot}: {sealed.keeper.num_chunks} checksums for {count} chunks")
     table = arena.segment.read(arena.table_span(slot).offset, count * DIGEST_BYTES)

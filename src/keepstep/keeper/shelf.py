@@ -72,7 +72,6 @@ class Book:
     arena: Arena
     slot: int
     sealed: SealedSlot
-    chunks: list[Chunk]
     table: bytes
 
     def is_current(self) -> bool:
@@ -85,6 +84,11 @@ class Book:
         span = self.chunks[number].span
         digest = self.table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         return Body.of_file(self.arena.segment.fd, span.offset, span.size_bytes, digest)
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """As the table counts them."""
+        return chunk_spans(self.arena, self.slot, self.sealed.trainer)
 
     @cached_property
     def holdings(self) -> Holdings:
@@ -112,7 +116,7 @@ def open_book(arena: Arena, slot: int) -> Book:
     sealed = arena.sealed(slot)
     if sealed is None:
         raise IntegrityError(f"slot {slot} is not sealed any more")
-    return Book(arena, slot, sealed, chunk_spans(arena, slot, sealed.trainer), read_table(arena, slot))
+    return Book(arena, slot, sealed, read_table(arena, slot))
 
 
 class Shelf:
