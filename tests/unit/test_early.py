@@ -241,14 +241,41 @@ def test_words_that_have_piled_up_are_heeded_together(trainer: Trainer) -> None:
         early.landed(trainer.arena, 0, trainer.sequence, ((SHARED, SHARED + CHUNK_BYTES),))
     until_read(early)
     assert calls == [(0, 2), (1, 1), (0, 1)], "what lies behind the word of another slot is not brought forward"
+    trainer.commit()
+    assert len([at for at in seal(trainer, early, version) if at >= 0]) == 4
+    checksum.verify(trainer.arena, 0)
     with early.standing_back():
         for _ in range(AT_ONCE + 1):
             early.landed(trainer.arena, 1, others, ((0, CHUNK_BYTES),))
     until_read(early)
     assert calls[3:] == [(1, AT_ONCE), (1, 1)], "a seal waits for a call to end"
+    early.close()
+
+
+def test_words_are_heeded_one_by_one_while_another_slot_is_about_to_be_sealed(trainer: Trainer) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def read(arena: Arena, slot: int, chunks: list[Chunk]) -> bytes | None:
+        calls.append((slot, len(chunks)))
+        return trainer.digests(arena, slot, chunks)
+
+    early = Early(read)
+    trainer.begin(2, slot=1)
+    later, version = trainer.sequence, trainer.begin(1)
+    early.landed(trainer.arena, 0, trainer.sequence, ((0, CHUNK_BYTES),))
+    until_read(early)
+    with early.standing_back():
+        for _ in range(2):
+            early.landed(trainer.arena, 1, later, ((0, CHUNK_BYTES),))
+    until_read(early)
+    assert calls == [(0, 1), (1, 1), (1, 1)]
     trainer.commit()
-    assert len([at for at in seal(trainer, early, version) if at >= 0]) == 4
-    checksum.verify(trainer.arena, 0)
+    seal(trainer, early, version)
+    with early.standing_back():
+        for _ in range(2):
+            early.landed(trainer.arena, 1, later, ((0, CHUNK_BYTES),))
+    until_read(early)
+    assert calls[3:] == [(1, 2)], "there is no other any more"
     early.close()
 
 

@@ -133,11 +133,16 @@ class Early:
                 return None
             first = self._words.popleft()
             more: list[Word] = []
-            while self._words and len(more) < AT_ONCE - 1 and self._words[0].is_more_of(first):
+            most = 1 if self._another_is_awaited(first) else AT_ONCE
+            while self._words and len(more) < most - 1 and self._words[0].is_more_of(first):
                 more.append(self._words.popleft())
             ranges = tuple(itertools.chain(first.ranges, *(word.ranges for word in more)))
             self._reading = replace(first, ranges=ranges)
             return self._reading
+
+    def _another_is_awaited(self, word: Word) -> bool:
+        """The snapshot before it has landed and will be sealed in a moment: it must find nobody busy for long."""
+        return any(arena == word.arena.arena_id and slot != word.slot for arena, slot in self._writings)
 
     def _heed(self, word: Word) -> None:
         writing = self._writing(word)

@@ -133,12 +133,19 @@ class Work:
         return e.SlotVerified(arena.arena_id, effect.slot, effect.version, self._problem(arena, effect.slot))
 
     def _seal_slot(self, arena: Arena, slot: int, version: Version, early: list[Writing]) -> SealedSlot:
-        def known(arena: Arena, slot: int, sequence: int) -> dict[int, bytes]:
-            early.append(self._early.known(arena, slot, sequence))
-            return dict(early[-1].found)
+        with contextlib.ExitStack() as while_reading:
 
-        with self._early.standing_back():
-            return checksum.seal(arena, slot, version, self._digests, known)
+            def known(arena: Arena, slot: int, sequence: int) -> dict[int, bytes]:
+                while_reading.enter_context(self._early.standing_back())
+                early.append(self._early.known(arena, slot, sequence))
+                return dict(early[-1].found)
+
+            def digests(arena: Arena, slot: int, chunks: list[Chunk]) -> bytes:
+                found = self._digests(arena, slot, chunks)
+                while_reading.close()
+                return found
+
+            return checksum.seal(arena, slot, version, digests, known)
 
     def _digests(self, arena: Arena, slot: int, chunks: list[Chunk]) -> bytes:
         found = self._reading.digests(arena, slot, chunks)

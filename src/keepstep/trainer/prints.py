@@ -27,10 +27,8 @@ from keepstep.trainer.coding import Coded
 from keepstep.trainer.units import Unit
 
 SHARE = 64
-MOST_AT_ONCE = 16
-"""chunks in a sum"""
-LOOKS = 8
-"""for as many threads there is one at least: somebody waits for the snapshot"""
+AT_ONCE = 16
+"""chunks in a sum. With fewer, more threads share them, and wait for the interpreter longer than that saves"""
 LENGTH = struct.Struct("<Q")
 Over = Callable[[Callable[[int], "np.ndarray | None"], Iterable[int]], "Iterable[np.ndarray | None]"]
 ROW = np.dtype([("offset", "<u8"), ("size", "<u4"), ("print", f"V{FINGERPRINT_BYTES}")])
@@ -123,11 +121,10 @@ class Prints:
         expected, landed = self._expected(), payload.numpy()
         offsets = np.concatenate([self._plain.offset, self._coded.offset])
         sizes = np.concatenate([self._plain.size, self._coded.size])
-        at_once = max(1, min(MOST_AT_ONCE, -(-len(offsets) // LOOKS)))
 
         def look(start: int) -> np.ndarray | None:
             """Which of some spots are wrong, if any is."""
-            some = slice(start, start + at_once)
+            some = slice(start, start + AT_ONCE)
             chunks = [landed[at : at + size].data for at, size in zip(offsets[some], sizes[some], strict=True)]
             rows = [row.tobytes() for row in expected[some]]
             weights = bytes(self._rng.randrange(1, 256) for _ in chunks)
@@ -139,7 +136,7 @@ class Prints:
             wrong[some] = [fingerprint(chunk) != row for chunk, row in zip(chunks, rows, strict=True)]
             return wrong
 
-        wrong = next((found for found in over(look, range(0, len(offsets), at_once)) if found is not None), None)
+        wrong = next((found for found in over(look, range(0, len(offsets), AT_ONCE)) if found is not None), None)
         return next(iter(self._units_at(wrong))) if wrong is not None else None
 
     def encode(self) -> bytes:
