@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from keepstep.errors import IntegrityError
-from keepstep.parity.code import weighted_sum
-from keepstep.trainer import prints as prints_module
 from keepstep.trainer.checks import Checks
 from keepstep.trainer.gather import gather
 from keepstep.trainer.prints import ROW, Prints, check_restored, frame, unframe
@@ -58,48 +56,6 @@ def test_one_bit_anywhere_on_the_way_is_found_and_named() -> None:
             payload[unit.offset + at] ^= 16
             assert prints.changed_on_the_way(payload) is unit
             payload[unit.offset + at] ^= 16
-
-
-def test_what_has_landed_is_compared_early_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    units, payload = laid_out((64,) * 4096)
-    looks: list[int] = []
-
-    def counted(weights: bytes, sources: Any, out: Any) -> None:
-        looks.append(len(sources))
-        weighted_sum(weights, sources, out)
-
-    monkeypatch.setattr(prints_module, "weighted_sum", counted)
-    prints, half = taken(units, whole=False), payload.numel() // 2
-    late = payload[half:].clone()
-    payload[half:] = 0
-    prints.compare_early(payload, [(0, half // 8)])
-    assert not looks, "too few to be worth it"
-    prints.compare_early(payload, [(half // 8, half)])
-    assert looks == [16]
-    payload[half:] = late
-    assert prints.changed_on_the_way(payload) is None
-    assert sum(looks) == 4096 // 64, "each once"
-    assert all(look <= 12 for look in looks[1:]), "what is left is shared by four"
-    taken(units).compare_early(payload, [(0, payload.numel())])
-    assert sum(looks) == 4096 // 64, "all of a state is compared in the end"
-
-
-def test_wrong_bit_that_is_seen_early_is_found_in_the_end() -> None:
-    units, payload = laid_out((64,) * 1024)
-    payload ^= 1
-    prints = taken(units, whole=False)
-    for _ in range(3):
-        prints.compare_early(payload, [(0, payload.numel())])
-    assert prints.changed_on_the_way(payload) is not None
-
-
-def test_what_is_only_partly_there_is_not_compared_early() -> None:
-    units, payload = laid_out((64,) * 1024)
-    prints = taken(units, whole=False)
-    prints.compare_early(payload, [(at * 64 + 1, (at + 1) * 64) for at in range(1024)])
-    prints.compare_early(payload, [(at * 64, (at + 1) * 64 - 1) for at in range(1024)])
-    payload ^= 1
-    assert prints.changed_on_the_way(payload) is not None
 
 
 def test_bytes_between_units_do_not_matter() -> None:

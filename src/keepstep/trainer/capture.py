@@ -2,8 +2,8 @@
 
     take (caller's thread)    header WRITING → layout, eager copies → gates armed → return
     copy thread               lazy copies: of devices, queued (`leaving`); values; of the host, in place
-    follow thread             the keeper is told what has landed; samples compared, as far as they have
-    commit thread             all has landed → the rest compared → header COMMITTED → the keeper is told
+    follow thread             the keeper is told what has landed
+    commit thread             all has landed → samples compared → header COMMITTED → the keeper is told
 
 The threads only move bytes with calls that release the GIL, and wait. A fault anywhere voids this
 snapshot and nothing else: the version before is in another slot. With three slots or more the next
@@ -339,14 +339,10 @@ class Capture:
         """The commit thread would be late: it may still be busy with the snapshot before."""
         while (job := self._followed.get()) is not None:
             try:
-                job.departures[0].follow(partial(self._has_landed, job))
+                job.departures[0].follow(partial(self._landed, job))
             except Exception as error:  # the commit thread finds out, too
                 log.debug("step %d is not followed: %r", job.version.step, error)
             del job  # with its clones and its place in the arena: the next one may be long in coming
-
-    def _has_landed(self, job: Job, whole: Ranges) -> None:
-        self._landed(job, whole)
-        job.checks.compare_early(job.view.payload(job.slot), whole)
 
     # On the commit thread
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -63,11 +62,6 @@ class Checks:
 
     def changed_at_source(self, owners: set[int]) -> Unit | Coded | None:
         return next((unit for one in self._all() if (unit := one.changed_at_source(owners)) is not None), None)
-
-    def compare_early(self, payload: torch.Tensor, whole: Iterable[tuple[int, int]]) -> None:
-        """What of the payload has landed, while the rest is on its way."""
-        for one in self.prints:
-            one.compare_early(payload, whole)
 
     def changed_on_the_way(self, payload: torch.Tensor, over: Over = map) -> Unit | Coded | None:
         for one in self.prints:

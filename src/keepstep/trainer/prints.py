@@ -29,8 +29,6 @@ from keepstep.trainer.units import Unit
 SHARE = 64
 AT_ONCE = 16
 """chunks in a sum. With fewer, more threads share them, and wait for the interpreter longer than that saves"""
-LEAST_AT_ONCE, LOOKS = 4, 4
-"""when few are left to compare, and somebody waits"""
 LENGTH = struct.Struct("<Q")
 Over = Callable[[Callable[[int], "np.ndarray | None"], Iterable[int]], "Iterable[np.ndarray | None]"]
 ROW = np.dtype([("offset", "<u8"), ("size", "<u4"), ("print", f"V{FINGERPRINT_BYTES}")])
@@ -71,11 +69,6 @@ class Prints:
         self.device = units[0].device
         self._rng, chosen = rng, None if whole else rng
         self._plain, self._coded = Spots.of(plain, chosen), Spots.of(coded, chosen)
-        self._offset = np.concatenate([self._plain.offset, self._coded.offset])
-        self._size = np.concatenate([self._plain.size, self._coded.size])
-        self._is_sample = not whole
-        self._landed_whole, self._sound = np.zeros((2, len(self._offset)), dtype=bool)
-        """by spot: all of it is in the payload; it has been compared"""
         sources = [[Part(part.begin, part.source) for part in parts] for unit in self._drawn() for parts in unit.chunks]
         begin = self._plain.offset - np.array([unit.offset for unit in plain], dtype=np.int64)[self._plain.unit]
         cuts = Cuts([unit.source for unit in plain], self._plain.unit, begin, self._plain.size)
@@ -125,41 +118,26 @@ class Prints:
 
         `over`: `map`, or that of a pool of threads.
         """
-        left = np.flatnonzero(~self._sound)
-        at_once = min(AT_ONCE, max(LEAST_AT_ONCE, -(-len(left) // LOOKS)))
+        expected, landed = self._expected(), payload.numpy()
+        offsets = np.concatenate([self._plain.offset, self._coded.offset])
+        sizes = np.concatenate([self._plain.size, self._coded.size])
 
         def look(start: int) -> np.ndarray | None:
-            return self._wrong_among(payload, left[start : start + at_once])
+            """Which of some spots are wrong, if any is."""
+            some = slice(start, start + AT_ONCE)
+            chunks = [landed[at : at + size].data for at, size in zip(offsets[some], sizes[some], strict=True)]
+            rows = [row.tobytes() for row in expected[some]]
+            weights = bytes(self._rng.randrange(1, 256) for _ in chunks)
+            total = np.empty(CHUNK_BYTES, dtype=np.uint8)
+            weighted_sum(weights, chunks, total.data)
+            if fingerprint(total.data) == combine(weights, rows):
+                return None
+            wrong = np.zeros(len(expected), dtype=bool)
+            wrong[some] = [fingerprint(chunk) != row for chunk, row in zip(chunks, rows, strict=True)]
+            return wrong
 
-        wrong = next((found for found in over(look, range(0, len(left), at_once)) if found is not None), None)
+        wrong = next((found for found in over(look, range(0, len(offsets), AT_ONCE)) if found is not None), None)
         return next(iter(self._units_at(wrong))) if wrong is not None else None
-
-    def compare_early(self, payload: torch.Tensor, whole: Iterable[tuple[int, int]]) -> None:
-        """While the rest is on its way, so that little is left to compare in the end: `whole` (begin, end) has landed.
-
-        What is wrong is found again then. When all of a state is compared it is not worth it.
-        """
-        if not self._is_sample:
-            return
-        for begin, end in whole:
-            self._landed_whole |= (self._offset >= begin) & (self._offset + self._size <= end)
-        some = np.flatnonzero(self._landed_whole & ~self._sound)[:AT_ONCE]
-        if len(some) == AT_ONCE and self._wrong_among(payload, some) is None:
-            self._sound[some] = True
-
-    def _wrong_among(self, payload: torch.Tensor, some: np.ndarray) -> np.ndarray | None:
-        """Which of these spots are wrong, if any is; by spot."""
-        expected, landed = self._expected(), payload.numpy()
-        chunks = [landed[at : at + size].data for at, size in zip(self._offset[some], self._size[some], strict=True)]
-        rows = [row.tobytes() for row in expected[some]]
-        weights = bytes(self._rng.randrange(1, 256) for _ in chunks)
-        total = np.empty(CHUNK_BYTES, dtype=np.uint8)
-        weighted_sum(weights, chunks, total.data)
-        if fingerprint(total.data) == combine(weights, rows):
-            return None
-        wrong = np.zeros(len(expected), dtype=bool)
-        wrong[some] = [fingerprint(chunk) != row for chunk, row in zip(chunks, rows, strict=True)]
-        return wrong
 
     def encode(self) -> bytes:
         """To be kept with the snapshot: of tensors of which it holds every byte, which parity is not."""
