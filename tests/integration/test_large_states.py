@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import keepstep
-from keepstep.config import KeeperConfig
+from keepstep.config import ArenaConfig, KeeperConfig
 from keepstep.protocol import ArenaNeed
 from keepstep.testing.run import LocalRun
 from keepstep.trainer.capture import Capture
@@ -225,6 +226,49 @@ def test_after_a_snapshot_that_found_no_slot_what_lands_is_read_at_once(
         training.step()
         assert snapshots.take(9).wait(timeout_s=30) >= keepstep.Survives.PROCESS
         assert snapshots.status().counters["early_chunks"] == early, "only as long as there is need"
+
+
+def test_after_a_pause_what_lands_is_read_at_once_if_it_was_before(
+    run: LocalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation is over, and the next step follows in no time: sealed afterwards, this one would be late for it."""
+    monkeypatch.setattr(Training, "width", 1500)
+    may_commit, commit = threading.Event(), Capture._commit
+
+    def held_up(self: Capture, job: Any) -> None:
+        assert may_commit.wait(30)
+        commit(self, job)
+
+    monkeypatch.setattr(Capture, "_commit", held_up)
+    config = run.config(keeper=KeeperConfig(reader_bytes=1), arena=ArenaConfig(slots=3))
+    training = Training(seed=1)
+    with keepstep.Snapshotter(training.state, config) as snapshots:
+
+        def take(step: int) -> float:
+            """Returns how many chunks were read early so far."""
+            assert snapshots.take(step).wait(timeout_s=30) >= keepstep.Survives.PROCESS
+            return snapshots.status().counters["early_chunks"]
+
+        snapshots.restore()
+        may_commit.set()
+        for step in range(1, 8):
+            training.step()
+            assert take(step) == 0
+        may_commit.clear()
+        training.step()
+        first = snapshots.take(8)
+        training.step()  # waits for the copy
+        second = snapshots.take(9)
+        assert not second.skipped, second.reason
+        may_commit.set()
+        assert min(first.wait(timeout_s=30), second.wait(timeout_s=30)) >= keepstep.Survives.PROCESS
+        training.step()
+        before = snapshots.status().counters["early_chunks"]
+        assert before > 0
+        after = take(10)
+        assert after > before, "nothing was in flight, but the one before was in a hurry"
+        training.step()
+        assert take(11) == after, "only as long as there is need"
 
 
 def test_memory_that_is_replaced_waits_for_a_take_that_has_begun(

@@ -86,8 +86,8 @@ class Capture:
         """held from the moment a capture is not in flight any more until the keeper was told"""
         self._flying: list[Job] = []
         """oldest first"""
-        self._skipped = False
-        """one before it found no slot"""
+        self._pressed = False
+        """the one before found another in flight, or no slot: the next may be due as soon, whatever pause there was"""
         most = max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) // 2))
         self._readers = ThreadPoolExecutor(most, thread_name_prefix="keepstep-compare")
         """started when there is something to compare with fingerprints of a device"""
@@ -117,10 +117,10 @@ class Capture:
 
     def hurry(self) -> None:
         """A snapshot was skipped for want of a slot."""
-        self._skipped = True
+        self._pressed = True
 
     def _is_hurried(self) -> bool:
-        return self._skipped or bool(self._flying)
+        return self._pressed or bool(self._flying)
 
     # On the caller's thread
 
@@ -160,6 +160,7 @@ class Capture:
         self._gather_now(job)
         for device in parts.devices | {source.device for _, source in job.staged}:
             self._depart(job, device)
+        pressed = bool(self._flying)
         self._flying.append(job)
         try:
             faults.point("capture.queue")
@@ -167,7 +168,7 @@ class Capture:
         except BaseException:
             self._flying.remove(job)
             raise
-        self._skipped = False
+        self._pressed = pressed
         self._fence.arm(gates)
 
     def _gather_now(self, job: Job) -> None:
