@@ -14,6 +14,7 @@
     work         threads that seal, verify and allocate
     early        what has landed of a snapshot, checksummed before its commit
     reading      large slots, checksummed by a process that maps them (reader)
+    holdings     what a slot holds of replica classes, decoded once for each layout
     report       status, metrics and HTTP on the second socket
     lease        its lock, its card, its sockets: that there is one, and that it leaves nothing
 
