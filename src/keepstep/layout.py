@@ -213,6 +213,8 @@ def _problem(layout: Layout, payload_bytes: int) -> str:
         end = stream.offset + stream.stored_bytes
         if end > payload_bytes:
             return f"stream ends at {end}, beyond the payload of {payload_bytes}"
+    if len({stream.class_id for stream in layout.streams}) < len(layout.streams):
+        return "a replica class is there twice"
     entries = layout.all_entries()
     for entry_index, piece_index in layout.refs:
         if not 0 <= entry_index < len(entries):

@@ -139,7 +139,9 @@ def test_stream_that_contradicts_itself_is_refused(change: dict[str, Any]) -> No
 def test_stream_beyond_the_payload_or_over_another_is_refused() -> None:
     assert "beyond the payload" in refused(layout(), payload_bytes=64 + SIZE - 1)
     assert "overlaps" in refused(layout(stream(), stream(offset=64 + 2 * CHUNK_BYTES)))
-    behind = stream(offset=64 + 3 * CHUNK_BYTES)
+    twice = layout(stream(), stream(offset=64 + 3 * CHUNK_BYTES))
+    assert "is there twice" in refused(twice, payload_bytes=twice.payload_bytes)
+    behind = stream(offset=64 + 3 * CHUNK_BYTES, ranks=(0, 1, 4, 5))
     two = layout(stream(), behind)
     assert decode(two.encode(), payload_bytes=two.payload_bytes) == two
 

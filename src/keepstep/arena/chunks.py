@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import xxhash
 
 from keepstep.arena.header import TrainerHeader
-from keepstep.arena.slots import DIGEST_BYTES, Arena, Span
+from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, Span
 from keepstep.errors import IntegrityError
 from keepstep.layout import CHUNK_BYTES, num_chunks
 
@@ -55,9 +55,12 @@ def chunk_spans(arena: Arena, slot: int, trainer: TrainerHeader) -> list[Chunk]:
     ]
 
 
-def read_table(arena: Arena, slot: int) -> bytes:
-    """The checksum table of a sealed slot: 16 bytes per chunk of `chunk_spans`, verified against the keeper header."""
-    sealed = arena.sealed(slot)
+def read_table(arena: Arena, slot: int, sealed: SealedSlot | None = None) -> bytes:
+    """The checksum table of a slot as it was `sealed`, or is now: 16 bytes per chunk of `chunk_spans`.
+
+    Verified against the keeper header: raises when the slot has been sealed anew since.
+    """
+    sealed = sealed or arena.sealed(slot)
     if sealed is None:
         raise IntegrityError(f"slot {slot} is not sealed, or its headers are damaged")
     count = sum(num_chunks(span.size_bytes) for span in region_spans(arena, slot, sealed.trainer).values())

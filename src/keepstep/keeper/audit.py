@@ -56,11 +56,12 @@ def answer(book: Book, asked: Audit) -> AuditAnswer | None:
     if stream is None:
         return None
     if asked.chunks:
-        return AuditAnswer(paths=_paths(stream, asked.chunks))
+        whole = next(one for one in book.layout().streams if one.class_id == asked.class_id)
+        return AuditAnswer(paths=_paths(whole, asked.chunks))
     rank = book.sealed.trainer.rank
     if stream.mode == FULL:
-        whole = [Unit(chunk, -1, rank, found) for chunk, found in _table_digests(book, stream)]
-        return AuditAnswer(stream.n, 0, tuple(whole))
+        units = [Unit(chunk, -1, rank, found) for chunk, found in _table_digests(book, stream)]
+        return AuditAnswer(stream.n, 0, tuple(units))
     coded = [Unit(_place(one), one.code_row, rank, _read(book, one)) for one in stream.stored()]
     return AuditAnswer(stream.n, stream.m, tuple(coded))
 

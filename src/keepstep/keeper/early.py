@@ -166,6 +166,8 @@ class Early:
         now, trainer = found
         if (now, trainer.state) not in ((word.sequence, h.WRITING), (word.sequence + 1, h.COMMITTED)):
             return None  # it is written anew by now
+        if word.arena.sealed(word.slot) is not None:
+            return None  # too late: nobody would take it, and it would look as if a seal were still to come
         with self._changed:
             known = self._writings.get(word.key)
             if known is None or known.sequence != word.sequence:

@@ -49,10 +49,13 @@ class Stripes:
     def __init__(self, rebuild: Rebuild, found: list[NodeManifest]) -> None:
         self.rebuild, self.found = rebuild, found
         self.placement = Placement(len(rebuild.ranks), rebuild.losses)
-        self._own = {(rank, c.at): number for number, (rank, c) in enumerate(found[rebuild.position].coded)}
+        self._own: dict[tuple[int, int], int] = {}
 
     def number_of(self, rank: int, chunk: TableChunk) -> int:
         """Which chunk of the lost node it is."""
+        if not self._own:  # not for a helper, who comes here for each chunk: there are thousands
+            coded = self.found[self.rebuild.position].coded
+            self._own = {(rank, c.at): number for number, (rank, c) in enumerate(coded)}
         return self._own[rank, chunk.at]
 
     def lost(self, number: int) -> Lost:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import msgspec
 import xxhash
 
-from keepstep.arena.chunks import SHARED, Chunk, chunk_spans, read_table
+from keepstep.arena.chunks import LAYOUT, UNIQUE, VALUES, Chunk, chunk_spans, read_table, region_spans
 from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot
 from keepstep.errors import Error, IntegrityError
 from keepstep.keeper import manifest as manifests
-from keepstep.keeper.holdings import Holdings, KnownHoldings
+from keepstep.keeper.holdings import Holdings, KnownHoldings, decode_layout
+from keepstep.layout import Layout, num_chunks
 from keepstep.parity.held import META as META_AT
 from keepstep.parity.held import HeldParity
 from keepstep.peers.base import Body, Refusal
@@ -73,10 +73,15 @@ class Book:
     slot: int
     sealed: SealedSlot
     table: bytes
+    # Not `cached_property`: on Python 3.11 one lock would be held for all books while one of them reads its layout.
+    _chunks: list[Chunk] | None = field(default=None, init=False)
+    _first_shared: int = field(default=-1, init=False)
+    _holdings: Holdings | None = field(default=None, init=False)
 
     def is_current(self) -> bool:
         """Whether the slot has not been written again since."""
-        return self.arena.sealed(self.slot) == self.sealed
+        now = self.arena.sealed(self.slot)
+        return now is not None and now.keeper == self.sealed.keeper
 
     def body(self, number: int) -> Body:
         if not 0 <= number < len(self.chunks):
@@ -85,20 +90,33 @@ class Book:
         digest = self.table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         return Body.of_file(self.arena.segment.fd, span.offset, span.size_bytes, digest)
 
-    @cached_property
+    @property
     def chunks(self) -> list[Chunk]:
         """As the table counts them."""
-        return chunk_spans(self.arena, self.slot, self.sealed.trainer)
+        if self._chunks is None:
+            self._chunks = chunk_spans(self.arena, self.slot, self.sealed.trainer)
+        return self._chunks
 
-    @cached_property
-    def holdings(self) -> Holdings:
-        trainer, span = self.sealed.trainer, self.arena.layout_span(self.slot)
-        return _known.of(trainer, lambda: self.arena.segment.read(span.offset, trainer.layout_bytes))
-
-    @cached_property
+    @property
     def first_shared(self) -> int:
         """The number in the table of the first chunk of the shared part."""
-        return next((i for i, chunk in enumerate(self.chunks) if chunk.region == SHARED), len(self.chunks))
+        if self._first_shared < 0:
+            regions = region_spans(self.arena, self.slot, self.sealed.trainer)
+            self._first_shared = sum(num_chunks(regions[name].size_bytes) for name in (LAYOUT, VALUES, UNIQUE))
+        return self._first_shared
+
+    @property
+    def holdings(self) -> Holdings:
+        if self._holdings is None:
+            self._holdings = _known.of(self.sealed.trainer, self._read_layout)
+        return self._holdings
+
+    def layout(self) -> Layout:
+        """All of it, decoded anew: this takes long."""
+        return decode_layout(self.sealed.trainer, self._read_layout())
+
+    def _read_layout(self) -> bytes:
+        return self.arena.segment.read(self.arena.layout_span(self.slot).offset, self.sealed.trainer.layout_bytes)
 
     def find(self, class_id: str, chunk: int) -> int | None:
         """The number in the table of a chunk of a stream, if it is here."""
@@ -111,12 +129,12 @@ class Book:
         return None if number is None else self.first_shared + number
 
 
-def open_book(arena: Arena, slot: int) -> Book:
-    """Raises when the slot is not sealed."""
-    sealed = arena.sealed(slot)
+def open_book(arena: Arena, slot: int, sealed: SealedSlot | None = None) -> Book:
+    """As it was `sealed`, or is now. Raises when the slot is not sealed, or not any more."""
+    sealed = sealed or arena.sealed(slot)
     if sealed is None:
         raise IntegrityError(f"slot {slot} is not sealed any more")
-    return Book(arena, slot, sealed, read_table(arena, slot))
+    return Book(arena, slot, sealed, read_table(arena, slot, sealed))
 
 
 class Shelf:
@@ -238,7 +256,7 @@ class Shelf:
             for slot in range(arena.num_slots):
                 sealed = arena.sealed(slot)
                 if sealed is not None and sealed.version == version and sealed.trainer.rank == rank:
-                    book = open_book(arena, slot)
+                    book = open_book(arena, slot, sealed)  # of this version, whatever becomes of the slot meanwhile
                     if len(self._books) >= MAX_BOOKS:
                         self._books.pop(next(iter(self._books)))
                     self._books[version, rank] = book
@@ -249,12 +267,13 @@ class Shelf:
         assert wanted.version is not None
         # Books that are open already come first: to look at all slots takes ten times longer.
         opened = [book for (version, _), book in self._books.items() if version == wanted.version]
-        for book in itertools.chain(opened, self._books_of(wanted.version)):
+        current = (book for book in opened if book.is_current())
+        for book in itertools.chain(current, self._books_of(wanted.version)):
             if wanted.chunk >= 0:
                 number = book.find(wanted.class_id, wanted.chunk)
             else:
                 number = book.find_parity(wanted.class_id, wanted.stripe, wanted.row)
-            if number is not None and book.is_current():
+            if number is not None:
                 return book.body(number)
         raise Refusal(f"{self._node_id} does not hold that of class {wanted.class_id[:8]} at {wanted.version}")
 

@@ -151,16 +151,14 @@ class Capture:
         view.write_layout(slot, plan)
         gates = {index: Gate() for index in parts.owners}
         checks = self._prepared.next_checks(plan, parts)
-        job = Job(
-            version, view, slot, header, sequence, plan, parts, gates, checks, behind, look, self._is_hurried()
-        )  # fmt: skip
+        pressed, hurried = bool(self._flying), self._is_hurried()
+        job = Job(version, view, slot, header, sequence, plan, parts, gates, checks, behind, look, hurried)
         if parts.small is not None:
             parts.small.write(arena.segment.fd, arena.payload_span(slot).offset)
         self._copy_eager(job, parts.eager)
         self._gather_now(job)
         for device in parts.devices | {source.device for _, source in job.staged}:
             self._depart(job, device)
-        pressed = bool(self._flying)
         self._flying.append(job)
         try:
             faults.point("capture.queue")
