@@ -59,10 +59,11 @@ class Agreement(msgspec.Struct, frozen=True):
 
 def seats(present: Sequence[str], last: Sequence[str]) -> list[str]:
     """Node ids by rank. `last`: by rank, of the incarnation before; empty on a first start."""
-    newcomers = iter(sorted((node for node in present if node not in last), key=_natural))
+    here, before = set(present), set(last)
+    newcomers = iter(sorted((node for node in present if node not in before), key=_natural))
     if len(present) == len(last):
-        return [node if node in present else next(newcomers) for node in last]
-    return [*(node for node in last if node in present), *newcomers]
+        return [node if node in here else next(newcomers) for node in last]
+    return [*(node for node in last if node in here), *newcomers]
 
 
 def agree(

@@ -22,7 +22,7 @@ from nodes import Run, running
 from keepstep.cli.cost import headline, unprotected
 from keepstep.cli.drills import outages
 from keepstep.cli.main import main
-from keepstep.cli.plan import ranks_text
+from keepstep.recovery.plan import ranks_text
 from keepstep.types import KeeperStatus, PeerStatus, RankStatus, Status
 
 WAIT_S = 20.0

@@ -16,6 +16,7 @@ from rich.text import Text
 from keepstep.cli.client import add_choice, choose_coordinator, connect, settings
 from keepstep.cli.tables import count, make_table, open_console
 from keepstep.protocol import PlanIs, PlannedPiece, WantPlan
+from keepstep.recovery.plan import ranks_text
 
 WRONG_USAGE = 2
 LOST = 3
@@ -91,14 +92,3 @@ def render(found: Forecast) -> Group:
         node = f"{piece.node_id} (lost)" if gone else piece.node_id
         table.add_row(ranks_text(piece.ranks), node, piece.source, piece.reason, style="yellow" if gone else "")
     return Group(*lines, Text(), table, Text(), *(Text(reason, style="dim") for reason in found.reasons))
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """0-7, 12: runs of neighbours as ranges."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

@@ -129,8 +129,9 @@ def choose(
     if awaited := late(board, alive):
         return [], f"{_names(awaited)} must stop its workers first"
     order = [card.node_id for card in last]
-    survivors = [seat for seat in here if seat.node_id in order]
-    newcomers = [seat for seat in here if seat.node_id not in order]
+    before = set(order)
+    survivors = [seat for seat in here if seat.node_id in before]
+    newcomers = [seat for seat in here if seat.node_id not in before]
     newcomers.sort(key=lambda seat: not known[seat.agent].holds_state)  # stable: else by arrival
     chosen = [*survivors, *newcomers][: rules.max_nodes]
     if len(chosen) < rules.min_nodes:

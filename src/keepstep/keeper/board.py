@@ -138,6 +138,8 @@ class Board:
         group, restore = self.groups.get(node_id), self.pieces.get(node_id)
         if group is None and restore is None:
             return self.orders
+        if restore is not None and self.orders.ready:
+            restore = restore.when_over()
         return msgspec.structs.replace(self.orders, group=group, restore=restore)
 
     @property

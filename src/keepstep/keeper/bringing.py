@@ -233,7 +233,8 @@ class Bringing:
         encoded = arena.segment.read(arena.layout_span(slot).offset, trainer.layout_bytes)
         layout = layouts.decode(encoded, payload_bytes=trainer.payload_bytes)
         stored = {one.offset: (stream, one) for stream in layout.streams for one in stream.stored()}
-        stock = Stock(self._peers, piece.version, piece.holders, timeout_s=self._timeout_s, stopped=self._stopped)
+        holders = self._effect.holders
+        stock = Stock(self._peers, piece.version, holders, timeout_s=self._timeout_s, stopped=self._stopped)
         out = memoryview(bytearray(CHUNK_BYTES))
 
         def wanted() -> Iterator[Row]:

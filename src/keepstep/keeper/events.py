@@ -291,6 +291,8 @@ class BringIn:
     arena_id: str
     slot: int
     """where it goes if it fits there; "": into a new arena"""
+    holders: tuple[str, ...] = ()
+    """nodes that its replicated state may come from"""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ def _moved(node: Node, card: NodeCard) -> bool:
 def peer_link(node: Node, event: e.PeerLink) -> None:
     node.links[event.node_id] = event.up
     if event.up:
-        node.said_key = None  # say everything again: the other side may be new
+        if node.membership is None or event.node_id == node.membership.nodes[0].node_id:
+            node.said_key = None  # say everything again: the coordinator may be new
         if node.job is not None and node.job.state != GATHERING and node.job.knows(event.node_id):
             node.do(e.Tell(event.node_id, node.job.orders_for(event.node_id)))
     else:
@@ -271,8 +272,10 @@ def _keep(node: Node, before: Orders) -> None:
     if before.retain != kept.retain or before.protected_by != kept.protected_by:
         snapshots.drop_old_arenas(node)
     protecting.take_orders(node)
-    if kept.audit is not None and kept.audit != before.audit:
-        node.do(e.ReadShares(kept.audit))
+    if kept.audit != before.audit:
+        node.audit = None  # the answer to the question before is large, and in every report
+        if kept.audit is not None:
+            node.do(e.ReadShares(kept.audit))
     node.write_ledger()
 
 

@@ -10,7 +10,7 @@ import msgspec
 from keepstep.keeper.board import RESTORING, SERVING, Board
 from keepstep.keeper.words import Failure, RestoreOrder
 from keepstep.recovery.inventory import Inventory
-from keepstep.recovery.plan import Plan, covering, plan, stands
+from keepstep.recovery.plan import Piece, Plan, covering, plan, stands
 from keepstep.types import Version
 
 
@@ -70,11 +70,13 @@ def _make_plan(board: Board, now: float) -> None:
     board.plan, board.plan_number = made, board.plan_number + 1
     board.restored.clear()
     damage = any(i.damaged for i in inventories.values())
-    for node_id in board.views:
-        mine = tuple(p for p in made.pieces if alone or homes[p.rank] == node_id)
+    mine: dict[str, list[Piece]] = {node_id: [] for node_id in board.views}
+    for piece in made.pieces:
+        mine[next(iter(mine)) if alone else homes[piece.rank]].append(piece)
+    for node_id, pieces in mine.items():
         board.pieces[node_id] = RestoreOrder(
-            board.plan_number, made.version, mine, made.reasons, made.failure, damage,
-            world_size=made.world_size, local_world_size=made.local_world_size,
+            board.plan_number, made.version, tuple(pieces), made.reasons, made.failure, damage,
+            world_size=made.world_size, local_world_size=made.local_world_size, holders=made.holders,
         )  # fmt: skip
     _change_restore(board)
 

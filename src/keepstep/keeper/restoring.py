@@ -93,6 +93,7 @@ def _bring(node: Node, piece: Piece) -> None:
         e.BringIn(
             node.decision.number, piece, member.index, register.local_world_size, register.slots, generation,
             known.arena_id if known is not None and empty is not None else "", empty.index if empty is not None else 0,
+            node.decision.holders,
         )
     )  # fmt: skip
 

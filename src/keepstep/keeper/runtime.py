@@ -335,7 +335,7 @@ class Keeper:
             self.send(self.connections.get(conn), Refused("RecoveryError", str(error), "", answer.ticket))
             return
         if found.missing:
-            holders = next((p.holders for p in self.core.decision.pieces), ()) if self.core.decision else ()
+            holders = self.core.decision.holders if self.core.decision is not None else ()
             self.open_network().gather(
                 answer, holders, found.missing,
                 again=lambda: self._hand_over(conn, answer),

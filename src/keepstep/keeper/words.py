@@ -91,6 +91,12 @@ class RestoreOrder(msgspec.Struct, frozen=True):
     world_size: int = 0
     local_world_size: int = 0
     """of the job that saved it"""
+    holders: tuple[str, ...] = ()
+    """nodes that replicated state may come from"""
+
+    def when_over(self) -> RestoreOrder:
+        """All ranks of all nodes have loaded: nobody brings anything in any more, and every report repeats it."""
+        return msgspec.structs.replace(self, pieces=(), reasons=(), holders=())
 
 
 class GroupOrder(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ runs on, else from another node's slots, else they are rebuilt from parity.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -46,8 +46,6 @@ class Piece(msgspec.Struct, frozen=True):
     arena_id: str = ""
     slot: int = 0
     rebuild: Rebuild | None = None
-    holders: tuple[str, ...] = ()
-    """nodes that hold snapshots of this version: replicated state may come from any of them"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,8 @@ class Plan:
     failure: str = ""
     local_world_size: int = 0
     world_size: int = 0
+    holders: tuple[str, ...] = ()
+    """nodes that hold snapshots of this version: replicated state may come from any of them"""
 
 
 _SetOfGroup = tuple[SetKey, tuple[str, ...]]
@@ -100,7 +100,8 @@ def plan(inventories: Mapping[str, Inventory], homes: Mapping[int, str], silent:
         reasons.append(f"{version} is the newest version that all {len(pieces)} ranks can get: {_sources(pieces)}")
         holding = next((h for held in found.by_rank.values() for _, h in held), None)
         local = holding.local_world_size if holding else 0
-        return Plan(version, pieces, tuple(reasons), "", local, found.world_size)
+        holders = {node_id for held in found.by_rank.values() for node_id, _ in held}
+        return Plan(version, pieces, tuple(reasons), "", local, found.world_size, tuple(sorted(holders)))
     if silent:
         reasons.append(f"no answer from the keepers of {', '.join(silent)}")
     if newest is not None:
@@ -159,7 +160,6 @@ def _pieces(version: Version, found: _Found, homes: Mapping[int, str]) -> tuple[
     """The piece of every rank, or what is missing, one sentence each."""
     pieces: list[Piece] = []
     missing: dict[str, list[int]] = defaultdict(list)
-    holders = tuple(sorted({node_id for held in found.by_rank.values() for node_id, _ in held}))
     rebuilds: dict[int, Rebuild | str] = {}
     for rank in range(found.world_size):
         held = found.by_rank.get(rank, [])
@@ -167,7 +167,7 @@ def _pieces(version: Version, found: _Found, homes: Mapping[int, str]) -> tuple[
             node_id, holding = min(held, key=lambda one: (one[0] != homes.get(rank, one[0]), one[0], one[1].slot))
             source = OWN if homes.get(rank, node_id) == node_id else PEER
             where = (holding.size_bytes, holding.local_index, holding.arena_id, holding.slot)
-            pieces.append(Piece(version, rank, source, node_id, *where, holders=holders))
+            pieces.append(Piece(version, rank, source, node_id, *where))
             continue
         if rank not in rebuilds:
             rebuilds.update(_rebuilds(rank, found))
@@ -175,8 +175,19 @@ def _pieces(version: Version, found: _Found, homes: Mapping[int, str]) -> tuple[
         if isinstance(rebuild, str):
             missing[rebuild].append(rank)
         else:
-            pieces.append(Piece(version, rank, REBUILD, "", rebuild=rebuild, holders=holders))
-    return tuple(pieces), [f"ranks {ranks} {why}" for why, ranks in missing.items()]
+            pieces.append(Piece(version, rank, REBUILD, "", rebuild=rebuild))
+    return tuple(pieces), [f"ranks {ranks_text(ranks)} {why}" for why, ranks in missing.items()]
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """0-7, 12: runs of neighbours as ranges."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def _rebuilds(rank: int, found: _Found) -> dict[int, Rebuild | str]:

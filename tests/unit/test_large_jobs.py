@@ -1,0 +1,82 @@
+"""What a coordinator says to each of a thousand nodes, and hears from them: by its size."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from keepstep.keeper import words
+from keepstep.keeper.board import RESTORING, SERVING, Terms
+from keepstep.keeper.job import Job
+from keepstep.keeper.words import Report
+from keepstep.parity.placement import Place, cut_groups
+from keepstep.protocol import NodeCard
+from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
+from keepstep.types import Incarnation, Version
+
+NODES, LOCAL = 1000, 8
+BEFORE, NOW = Incarnation(3, 5), Incarnation(4, 7)
+NAMES = [f"gpu-node-{number:04d}" for number in range(NODES)]
+LOST = 7
+"""it has lost everything"""
+
+
+def reports() -> list[Report]:
+    """Every second node has the newest step; all have the one before, which is protected."""
+    older, newer = Version(BEFORE, 1000), Version(BEFORE, 1001)
+    groups = cut_groups([Place(name) for name in NAMES], 8, 1)
+    group_of = {node: group for group in groups for node in group}
+    found = []
+    for node, name in enumerate(NAMES):
+        ranks = tuple(range(LOCAL * node, LOCAL * (node + 1)))
+        held = [
+            Holding(version, rank, LOCAL * NODES, rank % LOCAL, LOCAL, f"{rank:032x}", slot, 17 << 30)
+            for slot, version in enumerate((older, newer) if node % 2 == 0 else (older,))
+            for rank in ranks
+        ]
+        group = group_of[node]
+        members = tuple(NAMES[one] for one in group)
+        rows = tuple(tuple(range(LOCAL * one, LOCAL * (one + 1))) for one in group)
+        parity = ParitySet(SetKey(older, BEFORE, 3), 1, group.index(node), members, rows, LOCAL * NODES, "b" * 32)
+        inventory = Inventory((), older) if node == LOST else Inventory(tuple(held), older, (), (parity,), older)
+        card = NodeCard(name, "i" * 32, "10.0.0.1", 40000)
+        found.append(
+            Report(name, "i" * 32, NOW, 1, RESTORING, card, True, ranks, LOCAL * NODES, inventory=inventory, losses=1)
+        )
+    return found
+
+
+def hear(job: Job, said: list[Report], number: int, **changes: object) -> list[Report]:
+    said = [msgspec.structs.replace(one, number=number, orders=job.orders_for(one.node_id), **changes) for one in said]
+    for one in said:
+        job.hear(one, 1.0)
+    return said
+
+
+def size_of_orders(job: Job) -> int:
+    return max(len(words.encode(job.orders_for(name))) for name in NAMES)
+
+
+def test_what_is_restored_is_said_once_for_each_node_and_not_for_ever() -> None:
+    job = Job(NOW, dict.fromkeys(NAMES, ""), (), Terms(), 0.0)
+    started = time.perf_counter()
+    said = hear(job, reports(), 2)
+    assert job.plan is not None
+    assert job.plan.version == Version(BEFORE, 1000)
+    order = job.orders_for(NAMES[LOST]).restore
+    assert order is not None
+    assert len(order.pieces) == LOCAL
+    assert len(order.holders) == NODES - 1
+    assert size_of_orders(job) < 40_000
+    said = hear(job, said, 3, restored=order.number)
+    assert job.state == SERVING
+    said = hear(job, said, 4, state=SERVING, inventory=None, ready=True, room=True)
+    assert job.orders.ready
+    assert time.perf_counter() - started < 5.0
+    over = job.orders_for(NAMES[LOST]).restore
+    assert over is not None
+    assert (over.number, over.version, over.begin) == (order.number, order.version, True)
+    assert size_of_orders(job) < 1000
+    said = hear(job, said, 5)
+    assert max(len(words.encode(one)) for one in said) < 2000, "a report repeats the orders"
