@@ -24,6 +24,8 @@ from keepstep.peers.address import resolve_address
 from keepstep.peers.auth import CONTROL, DATA, WELCOME, AuthError, Dialing, Listening, Self, run_key
 from keepstep.peers.door import MAX_UNAUTHENTICATED
 from keepstep.peers.frames import MESSAGE, REQUEST_HEAD_BYTES, SERVED, AnswerHead, RequestHead, Sealer
+from keepstep.peers.links import Links
+from keepstep.peers.session import Session
 from keepstep.peers.wire import Wire, WireError
 
 THING_BYTES = 1 << 20
@@ -582,3 +584,28 @@ def test_a_guest_that_proves_itself_is_let_in_and_may_ask_where_that_is_allowed(
     finally:
         for one in (closed, open_, guest):
             one.close()
+
+
+# --- many peers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_word_of_one_peer_is_no_reason_to_look_after_all(net: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a thousand peers somebody is heard every millisecond."""
+    looks: list[tuple[int, str]] = []
+    tend = Links._tend
+
+    def counted(self: Links, session: Session) -> None:
+        looks.append((id(self), session.peer.node_id))
+        tend(self, session)
+
+    monkeypatch.setattr(Links, "_tend", counted)
+    nodes = [net.make(name, dead_s=8.0) for name in "abcd"]
+    net.acquaint(*nodes)
+    a, b = nodes[:2]
+    started = len(looks), time.monotonic()
+    for number in range(300):
+        until(lambda: b.peers.send("a", b"%d" % number))  # noqa: B023
+        until(lambda: len(a.messages) > number)  # noqa: B023
+    assert [message for _, message in a.messages] == [b"%d" % number for number in range(300)]
+    turns = 1 + (time.monotonic() - started[1]) / (8.0 / 4 / 4)
+    assert len(looks) - started[0] <= len(nodes) * (len(nodes) - 1) * (turns + 1)

@@ -256,7 +256,7 @@ class Links:
     # --- the control thread ---------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        look_s = self._traffic.config.dead_s / BEATS / 4
+        look_s, look_at = self._traffic.config.dead_s / BEATS / 4, 0.0
         try:
             while not self._closing:
                 for key, events in self._selector.select(self._nap_s(look_s)):
@@ -267,9 +267,15 @@ class Links:
                 if self._closing:
                     break
                 self._report()
-                for session in list(self._live.values()):
-                    self._guard(session, self._tend)
-                self._start_dials(time.monotonic())
+                now = time.monotonic()
+                # With a thousand peers somebody is heard every millisecond: not a reason to look after all others.
+                if now >= look_at:
+                    look_at = now + look_s
+                    for session in list(self._live.values()):
+                        self._guard(session, self._tend)
+                for session in [session for session in self._live.values() if session.wants_to_send]:
+                    self._guard(session, self._flush)
+                self._start_dials(now)
         finally:
             self._shut_down()
 
@@ -305,7 +311,7 @@ class Links:
             self.lose(session, f"a fault here: {type(error).__name__}")
 
     def _tend(self, session: Session) -> None:
-        """Send what waits, say that we are here, and see whether the peer still is."""
+        """Say that we are here, and see whether the peer still is."""
         if session.why:
             return
         now = time.monotonic()
@@ -315,15 +321,21 @@ class Links:
             return
         if now - session.spoke_at >= self._traffic.config.dead_s / BEATS:
             session.send(HEARTBEAT)
+        if session.streams is not None:
+            session.streams.expire(now)
+
+    def _flush(self, session: Session) -> None:
+        """Send what waits; be woken when there is room for the rest."""
+        if session.why:
+            return
         try:
             session.flush()
         except OSError as error:
             self.lose(session, error.strerror or str(error))
             return
         interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if session.wants_to_send else 0)
-        self._selector.modify(session.wire.sock, interest, session)
-        if session.streams is not None:
-            session.streams.expire(now)
+        if self._selector.get_key(session.wire.sock).events != interest:
+            self._selector.modify(session.wire.sock, interest, session)
 
     def _report(self) -> None:
         """Tell the keeper of links that went and came, in that order."""
@@ -372,11 +384,10 @@ class Links:
             if not self._may_dial:
                 return
             room = MAX_DIALS - sum(known.dialling for known in self._known.values())
-            for known in sorted(self._known.values(), key=lambda known: known.dial_at):
-                if known.session is None and not known.dialling and known.dial_at <= now and room > 0:
-                    known.dialling = True
-                    room -= 1
-                    due.append(known.peer)
+            ripe = [k for k in self._known.values() if k.session is None and not k.dialling and k.dial_at <= now]
+            for known in sorted(ripe, key=lambda known: known.dial_at)[: max(0, room)]:
+                known.dialling = True
+                due.append(known.peer)
         for peer in due:
             self._dial(peer)
 
