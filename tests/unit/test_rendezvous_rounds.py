@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from keepstep.integrations.rounds import (
@@ -13,6 +14,7 @@ from keepstep.integrations.rounds import (
     begin,
     choose,
     end_round,
+    heard,
     leave,
     reopen,
     watched,
@@ -150,3 +152,47 @@ def test_an_agent_is_silent_only_while_somebody_listens() -> None:
     silences.hear({"a": 6}, 1.0)
     assert silences.silent_s("a") == 0
     assert silences.moved("a")
+
+
+# Whom a candidate listens to
+
+
+def crowd(count: int) -> Board:
+    board = Board(members=[Seat(f"n{number}/old", f"n{number}") for number in range(count)], broken="over")
+    for number in range(count):
+        board = arrive(board, Seat(f"n{number}/new", f"n{number}"))
+    return board
+
+
+def hears(board: Board, number: int, dead: Collection[str] = ()) -> set[str]:
+    own = Seat(f"n{number}/new", f"n{number}")
+    return {other.agent for other in heard(board, own, dead=lambda seat: seat.agent in dead)}
+
+
+def test_few_candidates_all_listen_to_all() -> None:
+    board = crowd(16)
+    assert all(len(hears(board, number)) == 32 for number in range(16))
+
+
+def test_in_a_crowd_those_who_may_decide_listen_to_all_and_the_others_to_them() -> None:
+    board = crowd(1000)
+    first = {f"n{number}/new" for number in range(8)}
+    for number in range(8):
+        assert len(hears(board, number)) == 2000
+    for number in (8, 500, 999):
+        assert hears(board, number) == {*first, f"n{number}/old", f"n{number}/new"}
+    assert all(hears(board, number) >= first for number in range(1000)), "whoever decides is watched by all"
+
+
+def test_when_those_who_decide_have_died_the_next_listen_to_all() -> None:
+    board, dead = crowd(1000), {f"n{number}/new" for number in range(6)}
+    assert len(hears(board, 13, dead)) == 2000
+    assert hears(board, 14, dead) == {f"n{number}/new" for number in range(6, 14)} | {"n14/old", "n14/new"}
+    everybody = {f"n{number}/new" for number in range(1000)}
+    assert len(hears(board, 999, everybody - {"n999/new"})) == 2000
+
+
+def test_who_waits_for_the_agents_of_a_job_that_is_over_listens_to_all() -> None:
+    board = leave(crowd(1000), "n3/new", close=True)
+    assert board.closed
+    assert len(hears(board, 999)) >= 1000

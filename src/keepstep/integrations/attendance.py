@@ -39,6 +39,7 @@ from keepstep.integrations.rounds import (
     begin,
     choose,
     end_round,
+    heard,
     late,
     leave,
     reopen,
@@ -51,6 +52,7 @@ STANDING_S, JOINING_S = 0.5, 0.1  # between two looks at the store: while worker
 DUPLICATE_S = 10.0  # how long the agent that spoke for this node before may take to end
 END_S = 6.0  # for the thread to come back from the store
 NEVER = 1 << 62
+CROWD = 32  # with more of them everybody looks less often: the store has to answer them all
 DECIDERS = 3  # of the living candidates the first few may begin a round: enough, and no storm of writes
 
 log = logging.getLogger("keepstep.launcher")
@@ -197,7 +199,7 @@ class Attendance:
             if time.monotonic() > deadline:
                 raise RoundEndedError(f"not all nodes were ready within {timeout_s:g} s")
             self._raise_if_lost()
-            time.sleep(JOINING_S / 2)
+            time.sleep(JOINING_S / 2 * max(1.0, len(keys) / CROWD))
         return self.run(lambda store: store.multi_get(keys), timeout_s=self._store_s)
 
     def begun(self) -> None:
@@ -272,9 +274,15 @@ class Attendance:
                 if store is not None:
                     log.warning("the rendezvous store does not answer: %s", _first_line(error))
                 store = None
-            pause_s = JOINING_S if store is None or self._hurried else STANDING_S
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or not self._calls.empty(), pause_s)
+                self._changed.wait_for(lambda: self._ended or not self._calls.empty(), self._pause_s(store))
+
+    def _pause_s(self, store: Store | None) -> float:
+        if store is None:
+            return JOINING_S
+        board = self.view.board
+        crowd = max(1.0, (len(board.members) + len(board.waiting)) / CROWD)
+        return min(STANDING_S, JOINING_S * crowd) if self._hurried else STANDING_S
 
     @property
     def _hurried(self) -> bool:
@@ -290,7 +298,7 @@ class Attendance:
             self._listen(store, [*watched(board, wish.rank), *board.waiting])
             board = self._watch(store, board, wish)
         elif isinstance(wish, Joining):
-            self._listen(store, [*board.members, *board.waiting])
+            self._listen(store, heard(board, self.seat, dead=self._dead))
             board, missing, duplicate = self._seek(store, board, wish)
         self.view = View(board, missing=missing, duplicate=duplicate)
         with self._changed:

@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -162,6 +162,21 @@ def watched(board: Board, rank: int, *, all_up_to: int = 32, successors: int = 3
     """
     others = [*board.members[rank + 1 :], *board.members[:rank]]
     return others if len(board.members) <= all_up_to else others[:successors]
+
+
+def heard(board: Board, seat: Seat, *, dead: Callable[[Seat], bool], all_up_to: int = 32, first: int = 8) -> list[Seat]:
+    """Whom a candidate listens to: everybody where they are few. Else only those who may decide listen to everybody,
+    and all others to them, and to whoever else speaks for the same node.
+
+    With a thousand that each listened to all the store would do nothing else.
+    """
+    everybody = [*board.members, *board.waiting]
+    if len(everybody) <= all_up_to or board.closed:
+        return everybody
+    living = [other for other in board.waiting if not dead(other)][:first]
+    if seat in living or len(living) < first:
+        return everybody
+    return [*living, *(other for other in everybody if other.node_id == seat.node_id)]
 
 
 class Silences:
