@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
     with ended_in_order():
         store = serve(host, port)
         place = f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
-        print(f"the store is served at {place} until SIGTERM or Ctrl-C", flush=True)
-        print(f"agents: --rdzv-backend=keepstep --rdzv-endpoint={place} --rdzv-conf=is_host=0", flush=True)
-        try:
+        try:  # whoever reads these lines may end it at once
+            print(f"the store is served at {place} until SIGTERM or Ctrl-C", flush=True)
+            print(f"agents: --rdzv-backend=keepstep --rdzv-endpoint={place} --rdzv-conf=is_host=0", flush=True)
             threading.Event().wait()
         except KeyboardInterrupt:
             print("the store ends", flush=True)

@@ -156,7 +156,8 @@ class Link:
         with self._changing:
             client, self._client = self._client, None
         if client is not None:
-            if not client.lost and not self.ended:
+            # Whatever was heard of an end: it may have been that of the keeper before this one.
+            if not client.lost:
                 with contextlib.suppress(Error):
                     # No answer is awaited: the last rank's goodbye ends the keeper.
                     client.post(Goodbye(finished))
@@ -181,7 +182,9 @@ class Link:
         while True:
             self.ended = ""  # the keeper of a run that just ended may still be on its way out
             try:
-                return self._attempt(may_start=True)
+                incarnation = self._attempt(may_start=True)
+                self.ended = ""  # its last word may come when another one has answered already
+                return incarnation
             except Error:
                 if self._refused or time.monotonic() >= deadline:
                     self._closed.set()
