@@ -224,14 +224,19 @@ def test_a_seal_does_not_wait_for_what_has_landed_of_others(trainer: Trainer) ->
     early.close()
 
 
-def test_words_that_have_piled_up_are_heeded_together(trainer: Trainer) -> None:
+def counting(trainer: Trainer) -> tuple[Early, list[tuple[int, int]]]:
+    """And what it is asked to read: (slot, chunks) of each call."""
     calls: list[tuple[int, int]] = []
 
     def read(arena: Arena, slot: int, chunks: list[Chunk]) -> bytes | None:
         calls.append((slot, len(chunks)))
         return trainer.digests(arena, slot, chunks)
 
-    early = Early(read)
+    return Early(read), calls
+
+
+def test_words_that_have_piled_up_are_heeded_together(trainer: Trainer) -> None:
+    early, calls = counting(trainer)
     trainer.begin(2, slot=1)
     others, version = trainer.sequence, trainer.begin(1)
     with early.standing_back():
@@ -253,13 +258,7 @@ def test_words_that_have_piled_up_are_heeded_together(trainer: Trainer) -> None:
 
 
 def test_words_are_heeded_one_by_one_while_another_slot_is_about_to_be_sealed(trainer: Trainer) -> None:
-    calls: list[tuple[int, int]] = []
-
-    def read(arena: Arena, slot: int, chunks: list[Chunk]) -> bytes | None:
-        calls.append((slot, len(chunks)))
-        return trainer.digests(arena, slot, chunks)
-
-    early = Early(read)
+    early, calls = counting(trainer)
     trainer.begin(2, slot=1)
     later, version = trainer.sequence, trainer.begin(1)
     early.landed(trainer.arena, 0, trainer.sequence, ((0, CHUNK_BYTES),))
@@ -276,6 +275,13 @@ def test_words_are_heeded_one_by_one_while_another_slot_is_about_to_be_sealed(tr
             early.landed(trainer.arena, 1, later, ((0, CHUNK_BYTES),))
     until_read(early)
     assert calls[3:] == [(1, 2)], "there is no other any more"
+    early.landed(trainer.arena, 0, trainer.sequence, ((0, CHUNK_BYTES),))
+    until_read(early)
+    with early.standing_back():
+        for _ in range(2):
+            early.landed(trainer.arena, 1, later, ((0, CHUNK_BYTES),))
+    until_read(early)
+    assert calls[4:] == [(1, 2)], "a word that comes behind the seal is not heeded, and nobody waits for another seal"
     early.close()
 
 
