@@ -36,7 +36,7 @@ from report import provenance, write_result
 from rich.console import Console
 
 from keepstep.config import PeersConfig
-from keepstep.peers import Body, Fetched, Peer, TcpPeers
+from keepstep.transport import Body, Fetched, Peer, TcpPeers
 
 CHUNK_BYTES = 4 << 20
 SECRET = b"nothing of worth in here"

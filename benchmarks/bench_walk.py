@@ -26,7 +26,7 @@ from rich.table import Table
 import keepstep
 from keepstep.config import TakeConfig
 from keepstep.testing.run import LocalRun
-from keepstep.trainer.stillness import LOOKS
+from keepstep.trainer.plan.stillness import LOOKS
 
 TARGET_S = 0.5e-6
 """for each tensor"""

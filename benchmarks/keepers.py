@@ -16,17 +16,13 @@ from typing import Any
 import msgspec
 import xxhash
 
-from keepstep.arena import header as h
-from keepstep.arena.header import TrainerHeader
+from keepstep.arena import records as h
+from keepstep.arena.records import TrainerHeader
 from keepstep.arena.slots import Arena
-from keepstep.client import KeeperClient
 from keepstep.config import Config, KeeperConfig, ParityConfig, PeersConfig
-from keepstep.errors import Error
-from keepstep.identity import Identity
-from keepstep.layout import Layout, digest
-from keepstep.protocol import (
+from keepstep.control.client import KeeperClient
+from keepstep.control.messages import (
     ArenaGiven,
-    ArenaNeed,
     CardIs,
     Committed,
     Complete,
@@ -40,13 +36,17 @@ from keepstep.protocol import (
     Registered,
     Release,
     RestoreFrom,
+    SnapshotSize,
     StatusIs,
     WantArena,
     WantCard,
     WantRestore,
     WantStatus,
 )  # fmt: skip
-from keepstep.spawn import start_keeper
+from keepstep.control.spawn import start_keeper
+from keepstep.errors import Error
+from keepstep.identity import Identity
+from keepstep.layout import Layout, digest
 from keepstep.types import Incarnation, Status, Version
 
 WAIT_S = 600.0
@@ -101,7 +101,7 @@ class Trainer:
         return xxhash.xxh3_128_digest(seed) * 16 + _noise()[256:]
 
     def get_ready(self) -> None:
-        need = ArenaNeed(len(LAYOUT), 64, self.size_bytes)
+        need = SnapshotSize(len(LAYOUT), 64, self.size_bytes)
         _, fds = self.client.request(WantArena(need, self.slots), ArenaGiven, timeout_s=WAIT_S)
         identity = self.node.identity
         self.arena = Arena.adopt(fds[0], run_id=identity.run_id, node_id=identity.node_id)

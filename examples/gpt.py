@@ -297,7 +297,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=10, help="windows of text per rank and step")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--text", default=Path(keepstep.__file__).parent / "cli" / "demo.txt")
+    parser.add_argument("--text", default=Path(keepstep.__file__).parent / "demo" / "demo.txt")
     parser.add_argument("--log-file", metavar="FILE", help="rank 0 appends a JSON line per event to this file")
     parser.add_argument("--result", help="each rank writes the digest of its final state to RESULT.rankN")
     return parser.parse_args()

@@ -20,7 +20,7 @@ from children import Bench, end, private_run, scratch_directory, start
 from results import say
 from sizes import Task
 
-from keepstep.arena import header as h
+from keepstep.arena import records as h
 from keepstep.testing.run import LocalRun
 
 WORDS = "words"

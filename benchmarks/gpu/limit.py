@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from measuring import Device
 
-from keepstep.arena.segment import Mapping, Segment
+from keepstep.arena.memfd import Mapping, Segment
 
 PIECE_BYTES = 64 << 20
 REPEATS = 3

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # report.py ser
 from report import provenance, write_result
 
 from keepstep.arena.slots import CHUNK_BYTES
-from keepstep.parity import device as parity
 from keepstep.parity.code import Code
-from keepstep.parity.device import EncodeBatch, FingerprintBatch, Stripe
 from keepstep.parity.fingerprint import fingerprint
+from keepstep.parity.gpu import batches as parity
+from keepstep.parity.gpu.batches import EncodeBatch, FingerprintBatch, Stripe
 
 NUM_OPERANDS, NUM_ROWS = 7, 3
 SAMPLE = 64

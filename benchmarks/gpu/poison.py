@@ -18,7 +18,7 @@ from results import say
 from stamps import COUNTER, ODD, name_of, number_of, salt_of
 
 from keepstep import layout as layouts
-from keepstep.arena.segment import Mapping
+from keepstep.arena.memfd import Mapping
 from keepstep.arena.slots import Arena, SealedSlot
 from keepstep.layout import Entry, Layout
 from keepstep.testing.run import LocalRun

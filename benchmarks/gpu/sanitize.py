@@ -18,10 +18,10 @@ import random
 import torch
 from torch import Tensor
 
-from keepstep.parity import device
 from keepstep.parity.code import Code
-from keepstep.parity.device import Part, Stripe
 from keepstep.parity.fingerprint import fingerprint
+from keepstep.parity.gpu import batches
+from keepstep.parity.gpu.batches import Part, Stripe
 
 CODES = ((1, 1), (7, 1), (6, 2), (7, 2), (32, 2), (5, 3))
 SIZE = 70_000
@@ -35,18 +35,18 @@ def main() -> None:
             sources = [memory(draw.choice((1, 4096, SIZE - 5, SIZE)), offset) for _ in range(k - 1)] + [None]
             sets = [[row] for row in range(m)] + [list(range(m))]
             stripes = [Stripe(rows, sources, [memory(SIZE, offset) for _ in rows]) for rows in sets]
-            device.encode_batch(k, m, stripes)
+            batches.encode_batch(k, m, stripes)
             for stripe in stripes:
                 check(k, m, stripe)
         print("parity", k, m, flush=True)
     spans = [memory(1_000_003), memory(300_000, 3), memory(1), [Part(246_800, memory(100)), Part(4_000_000, memory(7))]]
-    for span, row in zip(spans, device.fingerprint_spans(spans).cpu(), strict=True):
+    for span, row in zip(spans, batches.fingerprint_spans(spans).cpu(), strict=True):
         assert bytes(row.numpy()) == fingerprint(read(span)), "fingerprints are wrong"
     small = [memory(size, size % 5) for size in (1, 4, 64, 4096, 65_536, 65_537, SIZE)]
     copies = [memory(one.numel(), one.numel() % 3) for one in small]
-    device.CopyBatch(small, copies).run()
+    batches.CopyBatch(small, copies).run()
     assert all(map(torch.equal, copies, small)), "copies are wrong"
-    print("all is right, Triton:", device._kernels(torch.empty(0, device="cuda").device) is not None)
+    print("all is right, Triton:", batches._kernels(torch.empty(0, device="cuda").device) is not None)
 
 
 def memory(size: int, offset: int = 0) -> Tensor:
@@ -55,7 +55,7 @@ def memory(size: int, offset: int = 0) -> Tensor:
 
 
 def read(source: Tensor | list[Part]) -> bytes:
-    parts = device._parts(source)
+    parts = batches._parts(source)
     whole = torch.zeros(parts[-1].end, dtype=torch.uint8)
     for part in parts:
         whole[part.begin : part.end] = part.source.cpu()

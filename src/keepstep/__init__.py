@@ -21,8 +21,8 @@ from keepstep.errors import CaptureError, ConfigError, Error, IntegrityError, Ke
 from keepstep.types import Source, Stateful, Status, Survives
 
 if TYPE_CHECKING:
-    from keepstep.trainer.pending import PendingSnapshot
-    from keepstep.trainer.restore import Restored
+    from keepstep.trainer.restore.writer import Restored
+    from keepstep.trainer.results import PendingSnapshot
     from keepstep.trainer.snapshotter import Snapshotter
 
 __all__ = [
@@ -44,8 +44,8 @@ __all__ = [
 ]
 
 _LAZY = {
-    "PendingSnapshot": "keepstep.trainer.pending",
-    "Restored": "keepstep.trainer.restore",
+    "PendingSnapshot": "keepstep.trainer.results",
+    "Restored": "keepstep.trainer.restore.writer",
     "Snapshotter": "keepstep.trainer.snapshotter",
 }
 

@@ -31,6 +31,14 @@ MAX_NODES = 255
 FULL, SHARE = "full", "share"
 
 
+class SnapshotSize(msgspec.Struct, frozen=True):
+    """Bytes that one snapshot of a rank needs in its arena."""
+
+    layout_bytes: int
+    values_bytes: int
+    payload_bytes: int
+
+
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """One tensor inside an entry: how to see it in the entry's bytes, and which part of the world's tensor it is."""
 

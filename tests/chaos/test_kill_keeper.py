@@ -1,7 +1,7 @@
 """SIGKILL of the keeper: training never stops, the next version is protected again, nothing is lost.
 
 The trainers hold the memory too. They start a new keeper, give it back, and go on under the grant that
-stands in the arenas. Where no trainer is up the launcher holds it (integrations/holder.py).
+stands in the arenas. Where no trainer is up the launcher holds it (launcher/keeper_supervisor.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections import Counter
 import pytest
 from lives import Expectation, Job, Trainers, Zygote, job
 
-from keepstep.client import KeeperClient
 from keepstep.config import Config, KeeperConfig
-from keepstep.integrations.holder import Holder
+from keepstep.control.client import KeeperClient
+from keepstep.launcher.keeper_supervisor import Holder
 from keepstep.testing.run import alive, wait_until
 
 PACE_S = 0.03

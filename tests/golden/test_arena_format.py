@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from keepstep.arena import header as h
+from keepstep.arena import records as h
 from keepstep.arena.checksum import seal
-from keepstep.arena.header import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
+from keepstep.arena.records import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
 from keepstep.arena.slots import Arena, total_bytes
 from keepstep.layout import Entry, Layout, Piece, Stream, class_id, digest
 from keepstep.types import Incarnation, Version

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from keepstep.arena.slots import CHUNK_BYTES
-from keepstep.parity import device
 from keepstep.parity.code import Code
-from keepstep.parity.device import CopyBatch, EncodeBatch, FingerprintBatch, Part, Source, Stripe
 from keepstep.parity.fingerprint import FOLDS, fingerprint
+from keepstep.parity.gpu import batches
+from keepstep.parity.gpu.batches import CopyBatch, EncodeBatch, FingerprintBatch, Part, Source, Stripe
 
 pytestmark = [pytest.mark.gpu]
 DEVICE = os.environ.get("KEEPSTEP_TEST_DEVICE", "cuda")
@@ -39,7 +39,7 @@ def memory(size: int, offset: int = 0) -> Tensor:
 
 def read(source: Source, size: int) -> bytes:
     whole = torch.zeros(size, dtype=torch.uint8)
-    for part in device._parts(source):
+    for part in batches._parts(source):
         whole[part.begin : part.end] = part.source.cpu()
     return bytes(whole.numpy())
 
@@ -55,19 +55,19 @@ def check(k: int, m: int, stripes: Sequence[Stripe]) -> None:
 
 def check_spans(spans: Sequence[Source], found: Tensor) -> None:
     for index, (span, row) in enumerate(zip(spans, found.cpu(), strict=True)):
-        end = max((part.end for part in device._parts(span)), default=0)
+        end = max((part.end for part in batches._parts(span)), default=0)
         assert bytes(row.numpy()) == fingerprint(read(span, end)), index
 
 
 @contextmanager
 def with_torch() -> Iterator[None]:
     """No kernels."""
-    known = device._kernels
-    device._kernels = lambda where: None  # type: ignore[assignment]
+    known = batches._kernels
+    batches._kernels = lambda where: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        device._kernels = known
+        batches._kernels = known
 
 
 SHAPES = [(1, 1), (2, 2), (6, 2), (7, 1), (7, 2), (32, 2), (5, 3), (6, 4)]
@@ -83,7 +83,7 @@ def test_single_rows(k: int, m: int) -> None:
         sources = [one if len(one) else None for one in data]
         for row in range(m):
             out = memory(size, offset)
-            device.encode(row, k, m, sources, out)
+            batches.encode(row, k, m, sources, out)
             check(k, m, [Stripe([row], sources, [out])])
 
 
@@ -127,7 +127,7 @@ def mixed_stripes(count: int) -> list[Stripe]:
 
 def test_a_batch_of_everything() -> None:
     stripes = mixed_stripes(60)
-    device.encode_batch(3, 2, stripes)
+    batches.encode_batch(3, 2, stripes)
     check(3, 2, stripes)
 
 
@@ -152,8 +152,8 @@ def test_many_small_copies() -> None:
 def test_torch_operations_have_the_same_bits() -> None:
     stripes, spans = mixed_stripes(20), [memory(100), None, [Part(3, memory(5)), Part(300_000, memory(9_999))]]
     with with_torch():
-        device.encode_batch(3, 2, stripes)
-        found = device.fingerprint_spans(spans)
+        batches.encode_batch(3, 2, stripes)
+        found = batches.fingerprint_spans(spans)
     check(3, 2, stripes)
     check_spans(spans, found)
 
@@ -162,7 +162,7 @@ def test_torch_operations_have_the_same_bits() -> None:
 @pytest.mark.parametrize("size", [0, 1, 1_000_001, CHUNK_BYTES, 2 * CHUNK_BYTES + 12_345])
 def test_fingerprints_of_chunks(size: int, offset: int) -> None:
     data = memory(size, offset)
-    check_spans(data.split(CHUNK_BYTES) if size else [], device.fingerprints(data))
+    check_spans(data.split(CHUNK_BYTES) if size else [], batches.fingerprints(data))
 
 
 def test_fingerprints_of_spans_of_all_kinds() -> None:
@@ -174,7 +174,7 @@ def test_fingerprints_of_spans_of_all_kinds() -> None:
         cuts = sorted(draw.randrange(CHUNK_BYTES + 1) for _ in range(6))
         pairs = zip(cuts[::2], cuts[1::2], strict=True)
         spans.append([Part(a, memory(b - a, draw.choice((a % 16, a % 16, draw.randrange(16))))) for a, b in pairs])
-    check_spans(spans, device.fingerprint_spans(spans))
+    check_spans(spans, batches.fingerprint_spans(spans))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -206,9 +206,9 @@ def test_runs_queue_on_the_current_stream_and_wait_for_nothing() -> None:
 
 
 def test_triton_is_used_where_it_is_installed() -> None:
-    if DEVICE == "cuda" and find_spec("triton") and os.environ.get(device.TRITON_VARIABLE) != "0":
-        device.warm_up(DEVICE, 7, 2)
-        assert device._kernels(torch.empty(0, device=DEVICE).device) is not None
+    if DEVICE == "cuda" and find_spec("triton") and os.environ.get(batches.TRITON_VARIABLE) != "0":
+        batches.warm_up(DEVICE, 7, 2)
+        assert batches._kernels(torch.empty(0, device=DEVICE).device) is not None
 
 
 if __name__ == "__main__":

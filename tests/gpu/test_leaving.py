@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.trainer.checks import Checks
-from keepstep.trainer.gather import gather
-from keepstep.trainer.leaving import PIECE_BYTES, Cargo, Departure, Lane, cut
-from keepstep.trainer.prints import Prints
-from keepstep.trainer.units import Unit
+from keepstep.trainer.capture.device_copy import PIECE_BYTES, Cargo, Departure, Lane, cut
+from keepstep.trainer.capture.small_tensors import gather
+from keepstep.trainer.integrity.checks import Checks
+from keepstep.trainer.integrity.fingerprints import Prints
+from keepstep.trainer.plan.units import Unit
 
 pytestmark = [
     pytest.mark.gpu,

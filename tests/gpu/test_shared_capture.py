@@ -14,19 +14,19 @@ import sys
 import pytest
 import torch
 
-from keepstep.arena.segment import Mapping
+from keepstep.arena.memfd import Mapping
 from keepstep.arena.slots import Arena, plan_header
 from keepstep.config import TakeConfig
 from keepstep.layout import CHUNK_BYTES, Stream
 from keepstep.parity.code import Code
-from keepstep.trainer import sizing
-from keepstep.trainer.blocks import build, flat_bytes
-from keepstep.trainer.capture import Capture, Job
-from keepstep.trainer.fence import Fence
-from keepstep.trainer.shares import Sharing
-from keepstep.trainer.turns import Turns
-from keepstep.trainer.view import ArenaView
-from keepstep.trainer.world import Place, World
+from keepstep.trainer.capture.capture import Capture, Job
+from keepstep.trainer.connection.world import Place, World
+from keepstep.trainer.memory.arena_view import ArenaView
+from keepstep.trainer.plan import arena_size
+from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.tensor_blocks import build, flat_bytes
+from keepstep.trainer.plan.turns import Turns
+from keepstep.trainer.state.optimizer_fence import Fence
 from keepstep.types import Incarnation, Version
 
 pytestmark = pytest.mark.gpu
@@ -83,7 +83,7 @@ def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: in
     built = build(list(tensors.values()), dict(enumerate(tensors)), sharing=sharing, ranks_of=lambda t, p: NODES)
     turns = Turns(built, sharing, fence.watched, 65536)
     header = plan_header(
-        sizing.need_of(turns.first, 100, [], sharing), slots=2, local_index=0, run_id="r", node_id="n",
+        arena_size.need_of(turns.first, 100, [], sharing), slots=2, local_index=0, run_id="r", node_id="n",
         instance=bytes(16),
     )  # fmt: skip
     arena = Arena.create(header)

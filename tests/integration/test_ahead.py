@@ -14,7 +14,7 @@ import torch
 
 import keepstep
 from keepstep import faults
-from keepstep.arena import segment as segments
+from keepstep.arena import memfd as segments
 from keepstep.identity import Identity
 from keepstep.testing.run import LocalRun
 from keepstep.trainer import ahead as ahead_module

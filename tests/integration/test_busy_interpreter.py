@@ -15,7 +15,7 @@ import torch
 
 import keepstep
 from keepstep.testing.run import LocalRun
-from keepstep.trainer.short_turns import TURN_S, short_turns
+from keepstep.trainer.restore.short_turns import TURN_S, short_turns
 
 PARAMETERS = 300
 

@@ -29,27 +29,23 @@ from unittest import mock
 import msgspec
 import pytest
 
-from keepstep.arena import header as h
-from keepstep.arena.header import Progress, TrainerHeader
+from keepstep.arena import records as h
+from keepstep.arena.records import Progress, TrainerHeader
 from keepstep.arena.slots import Arena
-from keepstep.cli import checks, doctor, verify
-from keepstep.cli.client import Borrowed, fetch_status, read_status
-from keepstep.cli.cost import headline, unprotected
-from keepstep.cli.drills.bits import REGIONS, choose_target
-from keepstep.cli.inspect import ArenaView, EntriesView, Inspection, SlotView
+from keepstep.cli.commands import doctor, doctor_checks, verify
+from keepstep.cli.commands.inspect import ArenaView, EntriesView, Inspection, SlotView
+from keepstep.cli.commands.plan import Forecast
+from keepstep.cli.commands.release import Released
+from keepstep.cli.commands.status import RunStatus
+from keepstep.cli.commands.store import parse_address
+from keepstep.cli.drills.bit_flips import REGIONS, choose_target
+from keepstep.cli.keepers import Borrowed, read_status
 from keepstep.cli.main import COMMANDS, main
-from keepstep.cli.plan import Forecast
-from keepstep.cli.release import Released
-from keepstep.cli.status import RunStatus
-from keepstep.cli.store import parse_address
-from keepstep.client import KeeperClient
+from keepstep.cli.risk import headline, unprotected
 from keepstep.config import Config, resolve
-from keepstep.errors import KeeperError
-from keepstep.identity import Identity, identify
-from keepstep.layout import Entry, Layout, Piece, digest
-from keepstep.protocol import (
+from keepstep.control.client import KeeperClient
+from keepstep.control.messages import (
     ArenaGiven,
-    ArenaNeed,
     Committed,
     Complete,
     Done,
@@ -66,7 +62,11 @@ from keepstep.protocol import (
     WantArenas,
     WantRestore,
 )
-from keepstep.spawn import start_keeper
+from keepstep.control.spawn import start_keeper
+from keepstep.control.status import fetch_status
+from keepstep.errors import KeeperError
+from keepstep.identity import Identity, identify
+from keepstep.layout import Entry, Layout, Piece, SnapshotSize, digest
 from keepstep.types import KeeperStatus, PeerStatus, RankStatus, SlotStatus, Status, Version
 
 WAIT_S = 20.0
@@ -107,7 +107,7 @@ class ActingTrainer:
         for fd in fds:
             os.close(fd)
         self.encoded = LAYOUT.encode()
-        need = ArenaNeed(len(self.encoded), len(VALUES), payload_bytes)
+        need = SnapshotSize(len(self.encoded), len(VALUES), payload_bytes)
         _, fds = self.link.request(WantArena(need, 2), ArenaGiven, timeout_s=WAIT_S)
         identity = self.link.identity
         self.arena = Arena.adopt(fds[0], run_id=identity.run_id, node_id=identity.node_id)
@@ -391,7 +391,7 @@ def test_every_command_and_option_is_in_the_documentation() -> None:
 @pytest.mark.parametrize(
     "kind",
     [Status, KeeperStatus, RankStatus, SlotStatus, PeerStatus, Forecast, PlannedPiece, RunStatus, Inspection,
-     ArenaView, SlotView, EntriesView, verify.Verification, verify.Verdict, doctor.Report, checks.Finding],
+     ArenaView, SlotView, EntriesView, verify.Verification, verify.Verdict, doctor.Report, doctor_checks.Finding],
 )  # fmt: skip
 def test_every_field_of_the_json_is_in_the_documentation(kind: type[msgspec.Struct]) -> None:
     text = DOCS.read_text(encoding="utf-8")
@@ -980,9 +980,9 @@ def test_doctor_sees_that_an_oom_kill_takes_the_whole_group(tmp_path: Path) -> N
     group = tmp_path / "sys/fs/cgroup/pod/trainer"
     group.mkdir(parents=True)
     (group / "memory.oom.group").write_text("0\n")
-    assert [finding.level for finding in checks.check_oom_group(tmp_path)] == ["ok"]
+    assert [finding.level for finding in doctor_checks.check_oom_group(tmp_path)] == ["ok"]
     (group.parent / "memory.oom.group").write_text("1\n")
-    (finding,) = checks.check_oom_group(tmp_path)
+    (finding,) = doctor_checks.check_oom_group(tmp_path)
     assert finding.level == "warning"
     assert "together" in finding.text
 
@@ -992,7 +992,7 @@ def test_a_check_that_fails_is_a_finding_and_not_the_end(monkeypatch: pytest.Mon
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    findings = {finding.name: finding for finding in checks.examine(Config(), torch=False)}
+    findings = {finding.name: finding for finding in doctor_checks.examine(Config(), torch=False)}
     assert findings["pidfd"].level == "problem"
     assert "torchrun restarts" in findings
 

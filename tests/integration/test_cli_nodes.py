@@ -19,9 +19,9 @@ import msgspec
 import pytest
 from nodes import Run, running
 
-from keepstep.cli.cost import headline, unprotected
 from keepstep.cli.drills import outages
 from keepstep.cli.main import main
+from keepstep.cli.risk import headline, unprotected
 from keepstep.recovery.plan import ranks_text
 from keepstep.types import KeeperStatus, PeerStatus, RankStatus, Status
 
@@ -192,7 +192,7 @@ def test_more_losses_than_are_covered_are_exit_code_3_with_the_reason(job: Job) 
 
 def test_plan_asks_the_coordinator_where_it_lives_here_and_names_it_where_not(job: Job) -> None:
     assert job.cli("plan", "--lost", "b", node="c").returncode == 0, "a's keeper was asked"
-    with mock.patch("keepstep.cli.plan.choose_coordinator", return_value=job.run.nodes["c"].identity):
+    with mock.patch("keepstep.cli.commands.plan.choose_coordinator", return_value=job.run.nodes["c"].identity):
         refused = job.cli("plan", "--lost", "b", node="c")
     assert refused.returncode == 1
     assert "the keeper of node 'a' coordinates this run" in refused.stderr

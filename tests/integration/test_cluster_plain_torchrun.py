@@ -39,8 +39,8 @@ def test_a_node_that_never_comes_is_an_error_in_time(monkeypatch: pytest.MonkeyP
     from keepstep.config import Config, KeeperConfig
     from keepstep.errors import KeeperError
     from keepstep.testing.run import LocalRun
-    from keepstep.trainer.capture import Place
-    from keepstep.trainer.meeting import meet
+    from keepstep.trainer.capture.capture import Place
+    from keepstep.trainer.connection.agreement import meet
 
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]

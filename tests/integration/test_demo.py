@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.cli.story.comparison import VERDICT
-from keepstep.cli.story.record import FAULTS
+from keepstep.demo.comparison import VERDICT
+from keepstep.demo.run_record import FAULTS
 from keepstep.testing.run import wait_until
 
 STEPS = 36

@@ -29,11 +29,11 @@ from lives import SCRIPT, Expectation, Zygote, job
 from steps import read_log
 
 import keepstep
-from keepstep import protocol as p
-from keepstep.client import KeeperClient
 from keepstep.config import Config, KeeperConfig
-from keepstep.integrations.holder import Holder
-from keepstep.spawn import ALREADY_RUNNING, start_keeper
+from keepstep.control import messages as p
+from keepstep.control.client import KeeperClient
+from keepstep.control.spawn import ALREADY_RUNNING, start_keeper
+from keepstep.launcher.keeper_supervisor import Holder
 from keepstep.testing.run import LocalRun, alive, wait_until
 from keepstep.types import Incarnation, Version
 
@@ -415,8 +415,8 @@ def odd_value(kind: Any, rng: random.Random) -> Any:
         return Incarnation(odd_value(int, rng), odd_value(int, rng))
     if kind is Version:
         return Version(odd_value(Incarnation, rng), odd_value(int, rng))
-    if kind is p.ArenaNeed:
-        return p.ArenaNeed(*(odd_value(int, rng) for _ in range(3)))
+    if kind is p.SnapshotSize:
+        return p.SnapshotSize(*(odd_value(int, rng) for _ in range(3)))
     if getattr(kind, "__origin__", None) is list:
         return [odd_value(kind.__args__[0], rng) for _ in range(rng.randrange(4))]
     options = [option for option in getattr(kind, "__args__", ()) if option is not type(None)]
@@ -433,7 +433,7 @@ def odd_message(rng: random.Random) -> Any:
             fields.update(incarnation=None)
         fields.update(launcher_pid=0)
     if kind is p.WantArena and rng.random() < 0.7:
-        fields.update(need=p.ArenaNeed(10, 10, 10_000), slots=2, memory_limit_bytes=0)
+        fields.update(need=p.SnapshotSize(10, 10, 10_000), slots=2, memory_limit_bytes=0)
     if kind is p.Goodbye:  # a job that says it is finished may end its keeper
         fields.update(finished=False)
     if kind is p.Hello:

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 import keepstep
-from keepstep.arena import header as h
-from keepstep.arena.header import PAGE
+from keepstep.arena import records as h
+from keepstep.arena.records import PAGE
 from keepstep.arena.slots import DIGEST_BYTES, GRANT_PAGE, LEDGER_PAGE, PROGRESS_PAGE, Arena
 from keepstep.config import Config, KeeperConfig
-from keepstep.integrations.holder import Holder
-from keepstep.protocol import Done, Release
+from keepstep.control.messages import Done, Release
+from keepstep.launcher.keeper_supervisor import Holder
 from keepstep.testing.run import LocalRun, wait_until
 
 SIZES = (3, 1000, 70_001, 1_100_003)

@@ -18,27 +18,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from keepstep.client import KeeperClient
 from keepstep.config import Config, KeeperConfig
+from keepstep.control.client import KeeperClient
+from keepstep.control.messages import Done, Hold, Release, StatusIs, WantArenas, WantStatus
 from keepstep.errors import KeeperError
 from keepstep.identity import Identity
-from keepstep.integrations.holder import Holder
-from keepstep.protocol import Done, Hold, Release, StatusIs, WantArenas, WantStatus
+from keepstep.launcher.keeper_supervisor import Holder
 from keepstep.types import Status
 
 # Registers, has an arena made, closes every descriptor it gets, and waits to be told to say goodbye.
 TRAINER = """
 import os, sys
-from keepstep.client import KeeperClient
+from keepstep.control.client import KeeperClient
 from keepstep.config import resolve
 from keepstep.identity import identify
-from keepstep.protocol import *
+from keepstep.control.messages import *
 from keepstep.types import Incarnation
 
 client = KeeperClient(identify(resolve()), "trainer")
 register = Register(0, 1, 0, 1, Incarnation(int(sys.argv[1]), 7), "", 0, 1, 2, -1)
 client.request(register, Registered, timeout_s=20)
-given, fds = client.request(WantArena(ArenaNeed(1 << 16, 1 << 16, 1 << 20), 2), ArenaGiven, timeout_s=20)
+given, fds = client.request(WantArena(SnapshotSize(1 << 16, 1 << 16, 1 << 20), 2), ArenaGiven, timeout_s=20)
 for fd in fds:
     os.close(fd)
 print(given.arena_id, given.fresh, flush=True)

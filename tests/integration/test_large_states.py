@@ -15,12 +15,12 @@ import torch
 
 import keepstep
 from keepstep.config import ArenaConfig, KeeperConfig
-from keepstep.protocol import ArenaNeed
+from keepstep.layout import SnapshotSize
 from keepstep.testing.run import LocalRun
-from keepstep.trainer.capture import Capture
-from keepstep.trainer.checks import Checks
-from keepstep.trainer.ring import Loads
-from keepstep.trainer.scattered import Scattered
+from keepstep.trainer.capture.capture import Capture
+from keepstep.trainer.capture.scattered import Scattered
+from keepstep.trainer.integrity.checks import Checks
+from keepstep.trainer.restore.device_upload import Loads
 
 
 class Watching:
@@ -282,7 +282,7 @@ def test_memory_that_is_replaced_waits_for_a_take_that_has_begun(
         if before:
             memory = snapshots._memory
             header = before[0].arena.header
-            need = ArenaNeed(header.layout_capacity, 2 * header.values_capacity, header.payload_capacity)
+            need = SnapshotSize(header.layout_capacity, 2 * header.values_capacity, header.payload_capacity)
             memory.grow(need, before=snapshots._let_go)
             time.sleep(1.0)
             assert memory.view is before[0], "the memory went away"

@@ -14,7 +14,7 @@ import torch
 
 import keepstep
 from keepstep.testing.run import LocalRun
-from keepstep.trainer.stillness import LOOKS, MOVED
+from keepstep.trainer.plan.stillness import LOOKS, MOVED
 
 LAYERS = 60
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from keepstep.integrations.attendance import (
+from keepstep.control.membership import Agreement, Known
+from keepstep.control.messages import NodeCard
+from keepstep.launcher.agent import (
     Attendance,
     ClosedError,
     DuplicateError,
@@ -22,10 +24,8 @@ from keepstep.integrations.attendance import (
     RoundEndedError,
     StoreLostError,
 )
-from keepstep.integrations.rounds import Rules
-from keepstep.integrations.store import serve
-from keepstep.membership import Agreement, Known
-from keepstep.protocol import NodeCard
+from keepstep.launcher.rounds import Rules
+from keepstep.launcher.store import serve
 
 import msgspec  # isort: skip
 

@@ -21,10 +21,10 @@ import psutil
 import pytest
 from ports import free_port
 
-from keepstep.client import KeeperClient
+from keepstep.control.client import KeeperClient
+from keepstep.control.messages import Done, Hold, Release, StatusIs, WantArenas, WantStatus
 from keepstep.errors import KeeperError
 from keepstep.identity import Identity
-from keepstep.protocol import Done, Hold, Release, StatusIs, WantArenas, WantStatus
 from keepstep.types import Incarnation, Status
 
 # Writes what it knows to <facts>/<incarnation number>.<rank>, then works until <facts>/stop exists.
@@ -48,17 +48,17 @@ if mode == "fail":
     sys.exit(3)
 
 if mode == "hold":
-    from keepstep.client import KeeperClient
+    from keepstep.control.client import KeeperClient
     from keepstep.config import resolve
     from keepstep.identity import identify
-    from keepstep.protocol import *
+    from keepstep.control.messages import *
     from keepstep.types import Incarnation
 
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     incarnation = Incarnation.parse(os.environ["KEEPSTEP_INCARNATION"])
     client = KeeperClient(identify(resolve()), "trainer")
     client.request(Register(rank, 2, local, 2, incarnation, "", os.getppid(), 1, 2, -1), Registered, timeout_s=20)
-    given, fds = client.request(WantArena(ArenaNeed(1 << 16, 1 << 16, 1 << 20), 2), ArenaGiven, timeout_s=20)
+    given, fds = client.request(WantArena(SnapshotSize(1 << 16, 1 << 16, 1 << 20), 2), ArenaGiven, timeout_s=20)
     for fd in fds:
         os.close(fd)
     known |= {"arena": given.arena_id, "fresh": given.fresh}

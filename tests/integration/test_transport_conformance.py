@@ -10,10 +10,10 @@ from concurrent.futures import CancelledError, wait
 
 import pytest
 import xxhash
-from peers_nodes import MemoryNet, Net, Node, TcpNet, num_sockets, our_threads, until
+from transport_nodes import MemoryNet, Net, Node, TcpNet, num_sockets, our_threads, until
 
-from keepstep.peers import Body, FetchError, Peer
-from keepstep.peers.base import MAX_MESSAGE_BYTES, MAX_QUEUED_BYTES
+from keepstep.transport import Body, FetchError, Peer
+from keepstep.transport.interface import MAX_MESSAGE_BYTES, MAX_QUEUED_BYTES
 
 SLOW = 400_000
 """bytes per second, for transfers that are to be caught in the middle"""

@@ -14,19 +14,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from peers_nodes import RUN_ID, SECRET, Node, Process, TcpNet, num_sockets, our_threads, until
+from transport_nodes import RUN_ID, SECRET, Node, Process, TcpNet, num_sockets, our_threads, until
 
 from keepstep import faults
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
-from keepstep.peers import Body, FetchError, Peer, TcpPeers
-from keepstep.peers.address import resolve_address
-from keepstep.peers.auth import CONTROL, DATA, WELCOME, AuthError, Dialing, Listening, Self, run_key
-from keepstep.peers.door import MAX_UNAUTHENTICATED
-from keepstep.peers.frames import MESSAGE, REQUEST_HEAD_BYTES, SERVED, AnswerHead, RequestHead, Sealer
-from keepstep.peers.links import Links
-from keepstep.peers.session import Session
-from keepstep.peers.wire import Wire, WireError
+from keepstep.transport import Body, FetchError, Peer, TcpPeers
+from keepstep.transport.address import resolve_address
+from keepstep.transport.connection import Wire, WireError
+from keepstep.transport.door import MAX_UNAUTHENTICATED
+from keepstep.transport.frames import MESSAGE, REQUEST_HEAD_BYTES, SERVED, AnswerHead, RequestHead, Sealer
+from keepstep.transport.handshake import CONTROL, DATA, WELCOME, AuthError, Dialing, Listening, Self, run_key
+from keepstep.transport.links import Links
+from keepstep.transport.session import Session
 
 THING_BYTES = 1 << 20
 
@@ -169,7 +169,7 @@ def test_strangers_in_the_doorway_keep_nobody_out(net: Direct) -> None:
 
 
 def test_a_connection_that_says_nothing_is_closed_in_time(net: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepstep.peers.tcp.HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("keepstep.transport.tcp.HANDSHAKE_S", 0.5)
     a = net.make("a")
     silent = socket.create_connection((a.card.address, a.card.port))
     drip = socket.create_connection((a.card.address, a.card.port))
@@ -419,7 +419,7 @@ def test_a_server_that_stops_in_the_middle_is_given_up_after_timeout_s(net: Dire
 
 def test_of_two_connections_one_is_kept(net: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides dial at once, again and again; every pair ends up with one link, and both know the same one."""
-    monkeypatch.setattr("keepstep.peers.links.GIVE_WAY_S", 0.0)
+    monkeypatch.setattr("keepstep.transport.links.GIVE_WAY_S", 0.0)
     nodes = [net.make(name, dead_s=10.0) for name in "abcdef"]
     threads = [threading.Thread(target=node.peers.meet, args=([n.card for n in nodes],)) for node in nodes]
     for thread in threads:

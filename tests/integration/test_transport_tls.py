@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from peers_nodes import RUN_ID, SECRET, Node, TcpNet, num_sockets, our_threads, until
+from transport_nodes import RUN_ID, SECRET, Node, TcpNet, num_sockets, our_threads, until
 
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
-from keepstep.peers import FetchError, Peer, TcpPeers
-from keepstep.peers.auth import CONTROL, AuthError, Dialing, Self, run_key
-from keepstep.peers.tls import Tls, channel_binding
-from keepstep.peers.wire import Wire, WireError
+from keepstep.transport import FetchError, Peer, TcpPeers
+from keepstep.transport.connection import Wire, WireError
+from keepstep.transport.handshake import CONTROL, AuthError, Dialing, Self, run_key
+from keepstep.transport.tls import Tls, channel_binding
 
 
 def openssl(*arguments: str, cwd: Path) -> None:

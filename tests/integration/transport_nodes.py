@@ -1,4 +1,4 @@
-"""A few nodes and a network with faults to order, over either transport, for the tests of `keepstep.peers`.
+"""A few nodes and a network with faults to order, over either transport, for the tests of `keepstep.transport`.
 
 Over TCP every connection passes a small proxy that can stop forwarding without a word (cut, freeze), hold bytes back
 and flip a bit. It knows who dials by the source address: node number i lives at 127.0.1.i.
@@ -23,7 +23,8 @@ from typing import Any
 import xxhash
 
 from keepstep.config import PeersConfig
-from keepstep.peers import Body, Hub, MemoryPeers, Peer, Refusal, TcpPeers
+from keepstep.testing.memory_transport import Hub, MemoryPeers
+from keepstep.transport import Body, Peer, Refusal, TcpPeers
 
 SECRET = b"a secret of this run"
 RUN_ID = "run-1"

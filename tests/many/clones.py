@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nodes import Node, Run, wait_for
 
-from keepstep.arena.segment import NAME, SEALS
+from keepstep.arena.memfd import NAME, SEALS
 from keepstep.types import Version
 
 Memory = dict[str, bytes]

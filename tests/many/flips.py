@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from clones import Memory, memfd_of
 
-from keepstep.arena import header as h
+from keepstep.arena import records as h
 from keepstep.arena.chunks import read_table, region_spans
-from keepstep.arena.header import PAGE
+from keepstep.arena.records import PAGE
 from keepstep.arena.slots import GRANT_PAGE, LEDGER_PAGE, Arena
-from keepstep.parity.held import DIGEST_BYTES, META, HeldParity, is_parity
+from keepstep.parity.parity_buffer import DIGEST_BYTES, META, HeldParity, is_parity
 from keepstep.types import Version
 
 IN_SLOTS = (

@@ -19,21 +19,15 @@ from typing import TypeVar
 
 import msgspec
 
-from keepstep.arena import header as h
-from keepstep.arena.header import TrainerHeader
+from keepstep.arena import records as h
+from keepstep.arena.records import TrainerHeader
 from keepstep.arena.slots import Arena
-from keepstep.client import KeeperClient
 from keepstep.config import Config, KeeperConfig, ParityConfig, PeersConfig
-from keepstep.errors import Error
-from keepstep.identity import Identity, ensure_private
-from keepstep.keeper.network import SEAT
-from keepstep.keeper.runtime import Keeper
-from keepstep.layout import Layout, digest
-from keepstep.membership import with_own_card
-from keepstep.protocol import (
+from keepstep.control.client import KeeperClient
+from keepstep.control.membership import with_own_card
+from keepstep.control.messages import (
     Adopted,
     ArenaGiven,
-    ArenaNeed,
     CardIs,
     Committed,
     Complete,
@@ -49,6 +43,7 @@ from keepstep.protocol import (
     Register,
     Registered,
     RestoreFrom,
+    SnapshotSize,
     StatusIs,
     Void,
     Voided,
@@ -57,6 +52,11 @@ from keepstep.protocol import (
     WantRestore,
     WantStatus,
 )  # fmt: skip
+from keepstep.errors import Error
+from keepstep.identity import Identity, ensure_private
+from keepstep.keeper.process import Keeper
+from keepstep.keeper.transfer.network import SEAT
+from keepstep.layout import Layout, digest
 from keepstep.types import Incarnation, Status, Version
 
 DEADLINE_S = 20.0
@@ -140,7 +140,7 @@ class PlainTrainer:
         return answer
 
     def get_ready(self) -> None:
-        need = ArenaNeed(len(LAYOUT), 64, self.size_bytes)
+        need = SnapshotSize(len(LAYOUT), 64, self.size_bytes)
         _, fds = self.client.request(WantArena(need, self.slots), ArenaGiven, timeout_s=DEADLINE_S)
         identity = self.node.identity
         self.arena = Arena.adopt(fds[0], run_id=identity.run_id, node_id=identity.node_id)

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from clones import Image
 from nodes import Run
 
+from keepstep.control.messages import RestoreFrom
 from keepstep.errors import Error, RecoveryError
 from keepstep.parity.placement import recoverable
-from keepstep.protocol import RestoreFrom
 
 # Most of the time of a pattern is spent waiting for links to be made and keepers to end.
 AT_ONCE = 4

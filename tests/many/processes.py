@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nodes import DEADLINE_S, Node, Run, wait_for
 
-from keepstep.spawn import start_keeper
+from keepstep.control.spawn import start_keeper
 from keepstep.types import Version
 
 

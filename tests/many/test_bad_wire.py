@@ -11,8 +11,8 @@ from clones import Image, protected_image, rest
 from nodes import Run, running
 from proxy import BadWire
 
+from keepstep.control.messages import NodeCard
 from keepstep.errors import Error
-from keepstep.protocol import NodeCard
 
 MB = 1_000_000
 

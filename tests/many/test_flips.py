@@ -17,9 +17,9 @@ from clones import Image, protected_image
 from flips import IN_PARITY, IN_SLOTS, Flip, flip_in
 from nodes import Run
 
+from keepstep.control.messages import RestoreFrom
 from keepstep.errors import Error, IntegrityError, RecoveryError
-from keepstep.keeper.runtime import TICK_S
-from keepstep.protocol import RestoreFrom
+from keepstep.keeper.process import TICK_S
 
 PARTS = (*IN_SLOTS, *IN_PARITY)
 

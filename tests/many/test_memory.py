@@ -11,9 +11,9 @@ import pytest
 from clones import rest
 from nodes import Run, running
 
-from keepstep.arena.segment import NAME
+from keepstep.arena.memfd import NAME
 from keepstep.layout import CHUNK_BYTES
-from keepstep.parity.held import HeldParity
+from keepstep.parity.parity_buffer import HeldParity
 from keepstep.parity.placement import memory_bytes
 
 # Headers, tables and values: pages, not parts of the state.

@@ -12,8 +12,8 @@ from clones import Image, protected_image
 from nodes import wait_for
 from patterns import errors_of
 
+from keepstep.control.messages import RestoreFrom
 from keepstep.errors import Error, KeeperError, RecoveryError
-from keepstep.protocol import RestoreFrom
 
 MB = 1_000_000
 

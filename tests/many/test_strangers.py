@@ -18,17 +18,17 @@ import pytest
 from clones import rest
 from nodes import Run, running, wait_for
 
+from keepstep.arena import manifest as manifests
 from keepstep.config import PeersConfig
+from keepstep.control.messages import NodeCard
 from keepstep.errors import IntegrityError
-from keepstep.keeper import manifest as manifests
-from keepstep.keeper import words
-from keepstep.keeper.shelf import CHECK, DATA, MANIFEST, META, PARITY, REBUILT, STREAM, Wanted
-from keepstep.keeper.words import Exchange, Failure, GrantOrder, GrantSaid, Orders, Report
-from keepstep.peers.base import Body, FetchError, Peer
-from keepstep.peers.tcp import TcpPeers
-from keepstep.protocol import NodeCard
+from keepstep.keeper.coordinator import messages
+from keepstep.keeper.coordinator.messages import Exchange, Failure, GrantOrder, GrantSaid, Orders, Report
+from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, META, PARITY, REBUILT, STREAM, Wanted
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.recovery.plan import Rebuild
+from keepstep.transport.interface import Body, FetchError, Peer
+from keepstep.transport.tcp import TcpPeers
 from keepstep.types import Incarnation, Version
 
 ABSURD = (-1, 0, 1, 7, 1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63))
@@ -109,10 +109,10 @@ def test_nonsense_from_an_authenticated_peer_is_ignored(place: Path, caplog: pyt
     draw = random.Random(1)
     with three(place) as run, stranger(run, secret=run.secret) as peers:
         wait_for(lambda: all(peers.up(node_id) for node_id in "abc"), "a guest is let in")
-        honest = words.encode(Report("z", "", run.trainers[0].incarnation, 1, "serving", card_of("z")))
+        honest = messages.encode(Report("z", "", run.trainers[0].incarnation, 1, "serving", card_of("z")))
         for number in range(150):
             noise, torn = draw.randbytes(draw.randrange(400)), mutilated(honest, draw)
-            report, orders = words.encode(absurd_report(run, draw)), words.encode(absurd_orders(run, draw))
+            report, orders = messages.encode(absurd_report(run, draw)), messages.encode(absurd_orders(run, draw))
             other = msgspec.msgpack.encode({"type": "Report", "node_id": 1 << 63})
             peers.send("abc"[number % 3], draw.choice([noise, torn, report, orders, other]))
         run.protect()
@@ -127,7 +127,7 @@ def test_absurd_reports_of_a_member_do_not_end_a_keeper(place: Path, caplog: pyt
         assert member.network is not None
         for _ in range(100):
             report = absurd_report(run, draw, node_id="b", instance=member.instance, card=member.core.card)
-            member.network.peers.send("a", words.encode(report))
+            member.network.peers.send("a", messages.encode(report))
             run.train(1)
         run.protect()
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR], caplog.text

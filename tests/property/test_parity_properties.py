@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.parity import field
+from keepstep.parity import galois
 from keepstep.parity.code import Code
 from keepstep.parity.fingerprint import combine, fingerprint
 from keepstep.parity.placement import Place, Placement, ShareMap, cut_groups, keep_positions, recoverable
@@ -37,7 +37,7 @@ def test_what_is_encoded_is_rebuilt_from_any_k_pieces(case: tuple[Code, list[byt
 @given(st.binary(max_size=2000), st.binary(max_size=2000), st.integers(0, 255), st.integers(0, 255))
 def test_fingerprints_are_linear(a: bytes, b: bytes, x: int, y: int) -> None:
     size = max(len(a), len(b))
-    mixed = field.add(field.scale(x, a.ljust(size, b"\0")), field.scale(y, b.ljust(size, b"\0")))
+    mixed = galois.add(galois.scale(x, a.ljust(size, b"\0")), galois.scale(y, b.ljust(size, b"\0")))
     assert fingerprint(mixed) == combine([x, y], [fingerprint(a), fingerprint(b)])
 
 

@@ -23,9 +23,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keepstep import protocol
-from keepstep.errors import KINDS, IntegrityError, KeeperError
-from keepstep.protocol import (
+from keepstep.control import messages as protocol
+from keepstep.control.messages import (
     MAGIC,
     MAX_FDS,
     MAX_FRAME_BYTES,
@@ -40,6 +39,7 @@ from keepstep.protocol import (
     receive,
     send,
 )
+from keepstep.errors import KINDS, IntegrityError, KeeperError
 
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -424,7 +424,7 @@ def test_body_that_is_no_message_is_refused(body: bytes) -> None:
 
 def test_body_that_announces_four_billion_items_takes_no_memory() -> None:
     code = (
-        "import resource, struct, sys; from keepstep.protocol import *\n"
+        "import resource, struct, sys; from keepstep.control.messages import *\n"
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
         "for head in (b'\\x82\\xa4type\\xa4Hold\\xa9arena_ids\\xdd', b'\\x82\\xa4type\\xa4Done\\xa1x\\xdd'):\n"
         "    body = head + b'\\xff\\xff\\xff\\xff' + bytes(1000)\n"
@@ -546,7 +546,7 @@ def test_largest_frame_and_most_descriptors_go_through_a_real_socket() -> None:
 
 def test_send_to_a_peer_that_is_gone_is_an_oserror_even_where_sigpipe_would_kill() -> None:
     code = (
-        "import signal, socket; from keepstep.protocol import *\n"
+        "import signal, socket; from keepstep.control.messages import *\n"
         "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
         "left, right = socket.socketpair(); right.close()\n"
         "try: send(left, Done())\n"

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from keepstep.layout import CHUNK_BYTES, Layout, Stream, decode
 from keepstep.parity.code import Code
-from keepstep.trainer.blocks import build
-from keepstep.trainer.coding import Coded
-from keepstep.trainer.copies import CopyPlan
-from keepstep.trainer.saved import Saved
-from keepstep.trainer.shares import Sharing
-from keepstep.trainer.sources import Chunks
-from keepstep.trainer.turns import Turns
-from keepstep.trainer.world import Ranks, World
+from keepstep.trainer.connection.world import Ranks, World
+from keepstep.trainer.plan.copy_plan import CopyPlan
+from keepstep.trainer.plan.parity_ops import Coded
+from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.tensor_blocks import build
+from keepstep.trainer.plan.turns import Turns
+from keepstep.trainer.restore.replica_chunks import Chunks
+from keepstep.trainer.restore.saved_snapshot import Saved
 from keepstep.values import TensorRef
 
 some = settings(

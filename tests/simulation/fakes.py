@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep.arena.header import Grant, Ledger, Progress
-from keepstep.keeper import events as e
-from keepstep.protocol import ArenaNeed
+from keepstep.arena.records import Grant, Ledger, Progress
+from keepstep.keeper.node import events as e
+from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import ParitySet
 from keepstep.types import Incarnation, Version
 
-NEED = ArenaNeed(1, 1, 1)
+NEED = SnapshotSize(1, 1, 1)
 
 Content = tuple[int, Version]
 

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 from fakes import NEED, Content, FakeArena, FakeParity, FakeSlot, FakeTrainer
 from transfers import Bringing, Exchanging
 
-from keepstep.keeper import events as e
-from keepstep.keeper.core import Core
-from keepstep.membership import with_own_card
-from keepstep.protocol import (
+from keepstep.control.membership import with_own_card
+from keepstep.control.messages import (
     ArenaGiven,
     Complete,
     Done,
@@ -28,6 +26,8 @@ from keepstep.protocol import (
     Registered,
     RestoreFrom,
 )
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node.core import Core
 from keepstep.types import Version
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from fakes import FakeSlot, FakeTrainer
 
-from keepstep.keeper.words import Orders
+from keepstep.control.messages import Refused, RestoreFrom
+from keepstep.keeper.coordinator.messages import Orders
 from keepstep.parity.placement import recoverable
-from keepstep.protocol import Refused, RestoreFrom
 from keepstep.recovery.inventory import ParitySet, SetKey
 from keepstep.types import Incarnation, Version
 

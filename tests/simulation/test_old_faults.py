@@ -13,12 +13,14 @@ import pytest
 from lives_of_many import live
 from world_of_many import Setting
 
-from keepstep.keeper import events as e
-from keepstep.keeper import granting, protecting, snapshots, watermarks
-from keepstep.keeper.board import Board
-from keepstep.keeper.job import Job
-from keepstep.keeper.node import FREE, SEALED, Member, Node, Slot
-from keepstep.keeper.words import Orders
+from keepstep.keeper.coordinator import grants, protection
+from keepstep.keeper.coordinator.coordinator import Job
+from keepstep.keeper.coordinator.messages import Orders
+from keepstep.keeper.coordinator.state import Board
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node import protection as node_protection
+from keepstep.keeper.node import snapshots
+from keepstep.keeper.node.state import FREE, SEALED, Member, Node, Slot
 
 SEEDS = 40
 SLOW = (0.4, 0.6)
@@ -40,7 +42,7 @@ def only_a_newer_protected_version_frees_a_slot(patch: pytest.MonkeyPatch) -> No
         return None
 
     patch.setattr(snapshots, "_free_slot", free_slot)
-    patch.setattr(watermarks, "expose", lambda board, now: None)
+    patch.setattr(protection, "expose", lambda board, now: None)
 
 
 def a_node_skips_on_its_own(patch: pytest.MonkeyPatch) -> None:
@@ -54,8 +56,8 @@ def a_node_skips_on_its_own(patch: pytest.MonkeyPatch) -> None:
                 grant.sealed = len(board.views)
         real(board, now)
 
-    real = granting.settle
-    patch.setattr(granting, "settle", settle)
+    real = grants.settle
+    patch.setattr(grants, "settle", settle)
 
 
 def what_is_late_is_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -67,8 +69,8 @@ def what_is_late_is_dropped(patch: pytest.MonkeyPatch) -> None:
             board.change(target=None, attempt=orders.attempt + 1)
         real(board, now)
 
-    real = watermarks.protect
-    patch.setattr(watermarks, "protect", protect)
+    real = protection.protect
+    patch.setattr(protection, "protect", protect)
 
 
 def groups_choose_what_to_protect(patch: pytest.MonkeyPatch) -> None:
@@ -98,8 +100,8 @@ def one_parity_buffer(patch: pytest.MonkeyPatch) -> None:
                 node.do(e.FreeParity(found.buffer_id))
             node.sets.clear()
 
-    real = protecting.take_orders
-    patch.setattr(protecting, "take_orders", take_orders)
+    real = node_protection.take_orders
+    patch.setattr(node_protection, "take_orders", take_orders)
 
 
 def a_reader_pins_its_slot(patch: pytest.MonkeyPatch) -> None:
@@ -114,9 +116,9 @@ def a_reader_pins_its_slot(patch: pytest.MonkeyPatch) -> None:
         real(board, reason, now)
 
     pinned: set[Any] = set()
-    real = watermarks.abandon
+    real = protection.abandon
     patch.setattr(Orders, "retain", property(retain))
-    patch.setattr(watermarks, "abandon", abandon)
+    patch.setattr(protection, "abandon", abandon)
 
 
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[Setting, str]] = {

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from keepstep.arena.header import Grant, Ledger
-from keepstep.keeper import events as e
-from keepstep.keeper.core import Core
-from keepstep.keeper.node import Limits
-from keepstep.protocol import ArenaGiven, ArenaNeed, Complete, Refused, Register, Registered, RestoreFrom
+from keepstep.arena.records import Grant, Ledger
+from keepstep.control.messages import ArenaGiven, Complete, Refused, Register, Registered, RestoreFrom
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node.core import Core
+from keepstep.keeper.node.state import Limits
+from keepstep.layout import SnapshotSize
 from keepstep.types import Incarnation, Version
 
 
@@ -147,7 +148,7 @@ class World:
             state = "sealed" if whole and slot.sealed == slot.content else "committed" if whole else "free"
             version = slot.content if whole else None
             found.append(e.SlotFound(index, state, version, arena.local_index, self.ranks, self.ranks, 1))
-        need = ArenaNeed(arena.size, arena.size, arena.size)
+        need = SnapshotSize(arena.size, arena.size, arena.size)
         return e.ArenaAdded(
             arena.arena_id, arena.local_index, arena.generation, 1, need, tuple(found), arena.ledger, arena.grant
         )
@@ -251,7 +252,7 @@ class World:
 
     def want_arena(self, trainer: FakeTrainer) -> None:
         size = self.sizes[trainer.index]
-        self.tell(e.ArenaWanted(trainer.conn, 1, ArenaNeed(size, size, size), self.slots, 0))
+        self.tell(e.ArenaWanted(trainer.conn, 1, SnapshotSize(size, size, size), self.slots, 0))
 
     def move_in(self, trainer: FakeTrainer) -> None:
         if trainer.arena_id != trainer.given:
@@ -270,7 +271,7 @@ class World:
         self.say(trainer, e.GrantVoid(trainer.conn, trainer.arena_id, grant.slot, version, "outgrown"))
         self.sizes[trainer.index] += 1
         size = self.sizes[trainer.index]
-        trainer.outbox.append(e.ArenaWanted(trainer.conn, 1, ArenaNeed(size, size, size), self.slots, 0))
+        trainer.outbox.append(e.ArenaWanted(trainer.conn, 1, SnapshotSize(size, size, size), self.slots, 0))
         self.moves += 1
 
     def usable(self, trainer: FakeTrainer) -> Grant | None:

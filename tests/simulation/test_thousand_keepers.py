@@ -14,9 +14,9 @@ from machines import Machine
 from rules import Rules
 from world_of_many import Network, Setting, World
 
-from keepstep.keeper import events as e
-from keepstep.keeper.core import Core
-from keepstep.keeper.words import Report
+from keepstep.keeper.coordinator.messages import Report
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node.core import Core
 from keepstep.parity.placement import Place, cut_groups
 from keepstep.types import Version
 

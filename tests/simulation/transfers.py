@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from fakes import FakeArena, FakeParity, FakeSlot
 
-from keepstep.keeper import events as e
-from keepstep.keeper.words import Failure
+from keepstep.keeper.coordinator.messages import Failure
+from keepstep.keeper.node import events as e
 from keepstep.parity.placement import Placement
 from keepstep.recovery.inventory import ParitySet
 from keepstep.recovery.plan import Piece

@@ -18,9 +18,9 @@ from fakes import FakeTrainer
 from machines import Machine
 from rules import Rules
 
-from keepstep.keeper import events as e
-from keepstep.keeper.node import Limits
-from keepstep.protocol import Membership, NodeCard
+from keepstep.control.messages import Membership, NodeCard
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node.state import Limits
 from keepstep.types import Incarnation
 
 DEAD_S = 0.6

@@ -67,14 +67,14 @@ def test_import_loads_neither_torch_nor_numpy() -> None:
 def test_what_the_keeper_is_made_of_loads_neither_torch_nor_numpy() -> None:
     modules = [
         "arena.checksum",
-        "arena.room",
+        "arena.memory_limits",
         "arena.slots",
-        "client",
+        "control.client",
         "config",
         "identity",
         "layout",
-        "protocol",
-        "spawn",
+        "control.messages",
+        "control.spawn",
     ]
     imports = ", ".join(f"keepstep.{module}" for module in modules)
     loaded = "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')))"

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import xxhash
 
-from keepstep.arena import header as h
+from keepstep.arena import records as h
 from keepstep.arena.chunks import Chunk, chunk_spans, read_table
-from keepstep.arena.header import KeeperHeader, TrainerHeader
+from keepstep.arena.records import KeeperHeader, TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, trainer_digest
 from keepstep.errors import IntegrityError, KeeperError
 from keepstep.layout import digest

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from keepstep.arena.header import TrainerHeader
+from keepstep.arena.records import TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, Span
 from keepstep.errors import IntegrityError
 from keepstep.layout import CHUNK_BYTES, num_chunks

@@ -17,11 +17,10 @@ import xxhash
 
 from keepstep import layout as layouts
 from keepstep.arena.chunks import LAYOUT, SHARED, UNIQUE, VALUES, read_table
-from keepstep.arena.header import BODY_BYTES, TrainerHeader
+from keepstep.arena.records import BODY_BYTES, TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena
 from keepstep.errors import IntegrityError
-from keepstep.layout import CHUNK_BYTES, num_chunks
-from keepstep.protocol import ArenaNeed
+from keepstep.layout import CHUNK_BYTES, SnapshotSize, num_chunks
 from keepstep.types import Version
 
 INLINE_BYTES = 1 << 20
@@ -47,9 +46,9 @@ class RankManifest(msgspec.Struct, frozen=True, dict=True):
         return self.trainer.rank
 
     @property
-    def need(self) -> ArenaNeed:
+    def need(self) -> SnapshotSize:
         trainer = self.trainer
-        return ArenaNeed(trainer.layout_bytes, trainer.values_bytes, trainer.payload_bytes)
+        return SnapshotSize(trainer.layout_bytes, trainer.values_bytes, trainer.payload_bytes)
 
     @cached_property
     def chunks(self) -> tuple[TableChunk, ...]:

@@ -24,13 +24,12 @@ from typing import TypeVar
 
 import xxhash
 
-from keepstep.arena import header as h
-from keepstep.arena.header import PAGE, ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
-from keepstep.arena.segment import Segment
+from keepstep.arena import records as h
+from keepstep.arena.memfd import Segment
+from keepstep.arena.records import PAGE, ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
 from keepstep.errors import IntegrityError, KeeperError
-from keepstep.layout import ALIGN, align, num_chunks
+from keepstep.layout import ALIGN, SnapshotSize, align, num_chunks
 from keepstep.layout import CHUNK_BYTES as CHUNK_BYTES
-from keepstep.protocol import ArenaNeed
 from keepstep.types import Version
 
 DIGEST_BYTES = 16
@@ -67,7 +66,7 @@ def _most_chunks(layout_bytes: int, values_bytes: int, payload_bytes: int) -> in
 
 
 def plan_header(
-    need: ArenaNeed, *, slots: int, local_index: int, run_id: str, node_id: str, instance: bytes, generation: int = 1
+    need: SnapshotSize, *, slots: int, local_index: int, run_id: str, node_id: str, instance: bytes, generation: int = 1
 ) -> ArenaHeader:
     """Where everything will lie in an arena with room for `need` in each of `slots`."""
     layout, values = align(max(need.layout_bytes, 1), PAGE), align(max(need.values_bytes, 1), PAGE)
@@ -130,7 +129,7 @@ class Arena:
     def num_slots(self) -> int:
         return self.header.num_slots
 
-    def fits(self, need: ArenaNeed) -> bool:
+    def fits(self, need: SnapshotSize) -> bool:
         return (
             need.layout_bytes <= self.header.layout_capacity
             and need.values_bytes <= self.header.values_capacity

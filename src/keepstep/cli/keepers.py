@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import os
 import socket
 import stat
@@ -21,15 +20,14 @@ from pathlib import Path
 import msgspec
 
 from keepstep.arena.slots import Arena
-from keepstep.client import KeeperClient
 from keepstep.config import Config, resolve
+from keepstep.control.client import KeeperClient
+from keepstep.control.messages import Hold, WantArenas
+from keepstep.control.status import fetch_status
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity, identify, runtime_dir
-from keepstep.protocol import Hold, WantArenas
 from keepstep.types import Status
 
-ANSWER_S = 10.0
-"""A status takes milliseconds; a keeper that needs longer is stopped, or its machine is stuck."""
 PROBE_S = 1.0
 """To see whether anybody listens at a card's socket."""
 MAX_CARD_BYTES = 4096
@@ -190,45 +188,6 @@ def _listens(path: Path) -> bool:
 def read_status(run_id: str | None = None, node_id: str | None = None, runtime_dir: str | Path | None = None) -> Status:
     """The status of a run, chosen as every command chooses it."""
     return fetch_status(choose_run(_settings(run_id, node_id, runtime_dir)))
-
-
-def fetch_status(identity: Identity, *, timeout_s: float = ANSWER_S) -> Status:
-    """Ask one keeper. Raises KeeperError when it is not there, does not answer, or says something else."""
-    who = f"the keeper of run {identity.run_id!r} on node {identity.node_id!r}"
-    connection = _HttpOverUnix(identity.http_socket, timeout_s)
-    try:
-        connection.request("GET", "/status")
-        response = connection.getresponse()
-        body = response.read()
-    except TimeoutError as error:
-        raise KeeperError(
-            f"{who} did not answer within {timeout_s:g} s", hint=f"see what it does in {identity.directory}/keeper.log"
-        ) from error
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise KeeperError(f"{who} does not answer: {reason}", hint="keepstep status --all lists the runs") from error
-    finally:
-        connection.close()
-    if response.status != http.client.OK:
-        raise KeeperError(f"{who} answered {response.status}: {body[:200].decode(errors='replace').strip()}")
-    try:
-        return msgspec.json.decode(body, type=Status)
-    except msgspec.DecodeError as error:
-        raise KeeperError(
-            f"{who} answered with another status than this keepstep reads: {error}",
-            hint="use one version of keepstep on the node",
-        ) from error
-
-
-class _HttpOverUnix(http.client.HTTPConnection):
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        super().__init__("keeper", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
 
 
 # Control, on the other socket

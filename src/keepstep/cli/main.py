@@ -79,7 +79,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _load(name: str) -> Command:
-    return cast(Command, importlib.import_module(f"keepstep.cli.{name}"))
+    return cast(Command, importlib.import_module(f"keepstep.cli.commands.{name}"))
 
 
 def _parser(chosen: str, command: Command | None) -> argparse.ArgumentParser:

@@ -19,9 +19,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 from keepstep import faults
+from keepstep.control.messages import PROTOCOL, FrameError, FrameReader, Hello, Refused, Welcome, receive, send
 from keepstep.errors import KeeperError
 from keepstep.identity import Identity
-from keepstep.protocol import PROTOCOL, FrameError, FrameReader, Hello, Refused, Welcome, receive, send
 
 CONNECT_S = 5.0
 Push = Callable[[Any, list[int]], None]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from keepstep.control.messages import CardIs, Membership, NodeCard
 from keepstep.errors import ConfigError
-from keepstep.protocol import CardIs, Membership, NodeCard
 from keepstep.types import Incarnation
 
 SECRET_BYTES = 32

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from keepstep.errors import KINDS, Error, KeeperError
+from keepstep.layout import SnapshotSize
 from keepstep.types import Incarnation, Version
 
 PROTOCOL = 2
@@ -140,16 +141,8 @@ class Membership(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0
 
 
-class ArenaNeed(msgspec.Struct, frozen=True):
-    """How much room one snapshot of a rank wants."""
-
-    layout_bytes: int
-    values_bytes: int
-    payload_bytes: int
-
-
 class WantArena(msgspec.Struct, frozen=True, tag=True):
-    need: ArenaNeed
+    need: SnapshotSize
     slots: int
     memory_limit_bytes: int = 0
     ticket: int = 0

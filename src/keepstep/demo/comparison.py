@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from keepstep.cli.story.record import FAULTS, Run
+from keepstep.demo.run_record import FAULTS, Run
 
 VERDICT = "final state identical to the uninterrupted run"
 

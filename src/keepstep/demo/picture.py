@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from keepstep.cli.story.record import Run
+from keepstep.demo.run_record import Run
 
 
 def draw_losses(calm: Run, struck: Run, *, out: Path, console: Console) -> Path:

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from keepstep.cli.story.comparison import Judgement
-from keepstep.cli.story.picture import draw_losses
-from keepstep.cli.story.record import Event, Outcome, Restored, Run, Started, Step
+from keepstep.demo.comparison import Judgement
+from keepstep.demo.picture import draw_losses
+from keepstep.demo.run_record import Event, Outcome, Restored, Run, Started, Step
 
 
 def narrate(event: Event, *, steps: int, console: Console) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from keepstep.cli.story.comparison import judge
-from keepstep.cli.story.record import FAULTS, Fault, Outcome, Run, find_due, last_disturbance
-from keepstep.cli.story.report import Summary, narrate, report
-from keepstep.cli.story.training import LOSSES, NODES, Job, Training
+from keepstep.demo.comparison import judge
+from keepstep.demo.report import Summary, narrate, report
+from keepstep.demo.run_record import FAULTS, Fault, Outcome, Run, find_due, last_disturbance
+from keepstep.demo.training import LOSSES, NODES, Job, Training
 from keepstep.errors import ConfigError, Error
 
 MIN_STEPS = 24
@@ -52,7 +52,7 @@ def check_steps(steps: int) -> int:
 
 def find_script(script: Path | None) -> Path:
     """The training script: the given one, or `examples/gpt.py` of the checkout that this file belongs to."""
-    found = script or Path(__file__).resolve().parents[4] / "examples" / "gpt.py"
+    found = script or Path(__file__).resolve().parents[3] / "examples" / "gpt.py"
     if not found.is_file():
         raise ConfigError(
             f"there is no training script at {found}",

@@ -16,8 +16,8 @@ from types import TracebackType
 
 import msgspec
 
-from keepstep.cli.client import fetch_status
-from keepstep.cli.story.record import Event, Result
+from keepstep.control.status import fetch_status
+from keepstep.demo.run_record import Event, Result
 from keepstep.errors import Error
 from keepstep.testing.cluster import LocalCluster
 from keepstep.testing.node import CLUSTER, Node

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.config import Config, resolve
+from keepstep.control.spawn import ALREADY_RUNNING
 from keepstep.errors import Error
 from keepstep.identity import Identity, identify
-from keepstep.keeper.lease import AlreadyRunningError
-from keepstep.keeper.runtime import Keeper
-from keepstep.spawn import ALREADY_RUNNING
+from keepstep.keeper.process import Keeper
+from keepstep.keeper.singleton import AlreadyRunningError
 
 # Killing the keeper would free nothing while trainers hold the memory: ask the OOM killer to look elsewhere.
 OOM_SCORE = "-500"

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from keepstep.arena import header as h
+from keepstep.arena import records as h
 from keepstep.arena.chunks import SHARED, UNIQUE, Chunk, chunk_spans
 from keepstep.arena.slots import DIGEST_BYTES, Arena
 

@@ -23,22 +23,10 @@ from typing import Any
 
 import msgspec
 
-from keepstep.arena.header import ArenaHeader, Ledger
+from keepstep.arena.records import ArenaHeader, Ledger
 from keepstep.arena.slots import Arena
 from keepstep.config import Config
-from keepstep.errors import Error, KeeperError
-from keepstep.identity import Identity
-from keepstep.keeper import events as e
-from keepstep.keeper import messages, report, work
-from keepstep.keeper.control import Connection
-from keepstep.keeper.core import Core
-from keepstep.keeper.gathering import Gathered
-from keepstep.keeper.lease import BACKLOG, Post
-from keepstep.keeper.network import Network
-from keepstep.keeper.node import Limits
-from keepstep.keeper.streams import Found, find_streams
-from keepstep.parity.held import HeldParity
-from keepstep.protocol import (
+from keepstep.control.messages import (
     MAX_FDS,
     ArenaGiven,
     CardIs,
@@ -49,6 +37,20 @@ from keepstep.protocol import (
     Refused,
     RestoreFrom,
 )  # fmt: skip
+from keepstep.errors import Error, KeeperError
+from keepstep.identity import Identity
+from keepstep.keeper import requests
+from keepstep.keeper import status as report
+from keepstep.keeper.connection import Connection
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node.core import Core
+from keepstep.keeper.node.state import Limits
+from keepstep.keeper.singleton import BACKLOG, Post
+from keepstep.keeper.transfer.fetch_replicas import Gathered
+from keepstep.keeper.transfer.network import Network
+from keepstep.keeper.transfer.streams import Found, find_streams
+from keepstep.keeper.workers import sealing
+from keepstep.parity.parity_buffer import HeldParity
 from keepstep.types import Status, Version
 
 TICK_S = 0.25
@@ -84,7 +86,7 @@ class Keeper:
         self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.work = work.Work(
+        self.work = sealing.Work(
             identity, bytes.fromhex(self.instance), config.keeper, lambda ev: self.later(self.handle, ev)
         )
         self.http = report.HttpServer(self.post.http, self._status_from_outside)
@@ -232,7 +234,7 @@ class Keeper:
             arrived = connection.read()
             for message, fds in arrived or []:
                 if connection.number in self.connections:
-                    messages.receive(self, connection, message, fds)
+                    requests.receive(self, connection, message, fds)
             if arrived is None:
                 self._drop(connection)
             self._watch(connection)
@@ -383,7 +385,7 @@ class Keeper:
             result.close()
             return
         try:
-            described = work.describe(result)
+            described = sealing.describe(result)
         except (OSError, Error) as error:
             result.close()
             self.send(connection, Refused("KeeperError", f"the new arena cannot be read: {error}", "", wanted.ticket))
@@ -447,7 +449,7 @@ class Keeper:
             if not wanted:
                 made.close()
                 return
-            described = dataclasses.replace(work.describe(made), ledger=None)
+            described = dataclasses.replace(sealing.describe(made), ledger=None)
             self.add_arena(made, described)
             self.offer_holds()
         self.handle(event)

@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from keepstep.arena.slots import Arena
-from keepstep.errors import Error, KeeperError
-from keepstep.identity import start_time
-from keepstep.keeper import events as e
-from keepstep.keeper import work
-from keepstep.keeper.control import Connection
-from keepstep.keeper.forecast import forecast
-from keepstep.keeper.network import adopt_parity
-from keepstep.keeper.node import SEALED
-from keepstep.parity.held import is_parity
-from keepstep.protocol import (
+from keepstep.control.messages import (
     MAX_FDS,
     PROTOCOL,
     Adopted,
@@ -56,9 +47,18 @@ from keepstep.protocol import (
     WantVerify,
     Welcome,
 )  # fmt: skip
+from keepstep.errors import Error, KeeperError
+from keepstep.identity import start_time
+from keepstep.keeper.connection import Connection
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node.state import SEALED
+from keepstep.keeper.node.what_if import forecast
+from keepstep.keeper.transfer.network import adopt_parity
+from keepstep.keeper.workers import sealing
+from keepstep.parity.parity_buffer import is_parity
 
 if TYPE_CHECKING:
-    from keepstep.keeper.runtime import Keeper
+    from keepstep.keeper.process import Keeper
 
 log = logging.getLogger("keepstep.keeper")
 MAX_CUT_S = 600.0
@@ -158,7 +158,7 @@ def _adopt(keeper: Keeper, fd: int) -> tuple[Arena, e.ArenaAdded]:
     own = os.dup(fd)
     try:
         arena = Arena.adopt(own, run_id=keeper.identity.run_id, node_id=keeper.identity.node_id)
-        return arena, _with_living_writer(keeper, work.describe(arena))
+        return arena, _with_living_writer(keeper, sealing.describe(arena))
     except BaseException:
         os.close(own)
         raise

@@ -18,9 +18,9 @@ import msgspec
 
 from keepstep._version import VERSION
 from keepstep.identity import Identity
-from keepstep.keeper.core import Core
-from keepstep.keeper.network import Network
-from keepstep.keeper.node import FENCING, RESTORING, SEALED, SERVING, ArenaState, Member, Slot
+from keepstep.keeper.node.core import Core
+from keepstep.keeper.node.state import FENCING, RESTORING, SEALED, SERVING, ArenaState, Member, Slot
+from keepstep.keeper.transfer.network import Network
 from keepstep.types import KeeperStatus, PeerStatus, RankStatus, SlotStatus, Status, Survives, Version
 
 REQUEST_S = 10.0

@@ -28,9 +28,11 @@ from typing import TypeVar
 
 import msgspec
 
-from keepstep.integrations.document import Document, Store
-from keepstep.integrations.probe import PROBE_S, answers
-from keepstep.integrations.rounds import (
+from keepstep.control.membership import SECRET_BYTES, Known, agree, newest_members
+from keepstep.control.messages import NodeCard
+from keepstep.launcher.probe import PROBE_S, answers
+from keepstep.launcher.round_document import Document, Store
+from keepstep.launcher.rounds import (
     Board,
     Rules,
     Seat,
@@ -45,8 +47,6 @@ from keepstep.integrations.rounds import (
     reopen,
     watched,
 )
-from keepstep.membership import SECRET_BYTES, Known, agree, newest_members
-from keepstep.protocol import NodeCard
 
 STANDING_S, JOINING_S = 0.5, 0.1  # between two looks at the store: while workers run, while they wait for a round
 DUPLICATE_S = 10.0  # how long the agent that spoke for this node before may take to end

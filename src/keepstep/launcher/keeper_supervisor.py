@@ -25,12 +25,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from keepstep.client import CONNECT_S, KeeperClient
 from keepstep.config import Config
-from keepstep.errors import Error, KeeperError
-from keepstep.identity import Identity
-from keepstep.membership import with_own_card
-from keepstep.protocol import (
+from keepstep.control.client import CONNECT_S, KeeperClient
+from keepstep.control.membership import with_own_card
+from keepstep.control.messages import (
     Adopted,
     CardIs,
     Done,
@@ -45,7 +43,9 @@ from keepstep.protocol import (
     WantCard,
     WantStatus,
 )
-from keepstep.spawn import start_keeper
+from keepstep.control.spawn import start_keeper
+from keepstep.errors import Error, KeeperError
+from keepstep.identity import Identity
 from keepstep.types import Status
 
 FDS_PER_MESSAGE = 60  # the protocol carries 64

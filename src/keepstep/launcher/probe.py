@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from keepstep.protocol import NodeCard
+from keepstep.control.messages import NodeCard
 
 PROBE_S = 1.5
 NONSENSE = bytes(64)

@@ -35,9 +35,11 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from keepstep.config import Config
+from keepstep.control.membership import Agreement, Known, check_losses, membership, read_secret
+from keepstep.control.messages import CardIs, NodeCard
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
-from keepstep.integrations.attendance import (
+from keepstep.launcher.agent import (
     Attendance,
     ClosedError,
     DuplicateError,
@@ -45,10 +47,8 @@ from keepstep.integrations.attendance import (
     RoundEndedError,
     StoreLostError,
 )
-from keepstep.integrations.holder import Holder
-from keepstep.integrations.rounds import Rules
-from keepstep.membership import Agreement, Known, check_losses, membership, read_secret
-from keepstep.protocol import CardIs, NodeCard
+from keepstep.launcher.keeper_supervisor import Holder
+from keepstep.launcher.rounds import Rules
 
 # Defaults for what --rdzv-conf may set.
 JOIN_S, CLOSE_S, READ_S = 600, 30, 60  # as torch's

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from keepstep.integrations.rounds import Board
+from keepstep.launcher.rounds import Board
 
 REREAD_S = 5.0
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from keepstep.membership import Known, seats
-from keepstep.protocol import NodeCard
+from keepstep.control.membership import Known, seats
+from keepstep.control.messages import NodeCard
 
 NOTHING_YET = "nothing has begun"
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from keepstep.config import Config, resolve
+from keepstep.control.membership import check_losses
 from keepstep.errors import ConfigError
 from keepstep.identity import NO_ID, Identity, identify
-from keepstep.membership import check_losses
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -36,7 +36,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     """Called by torchrun when this backend was chosen."""
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
-    from keepstep.integrations.rendezvous import KeptRendezvous
+    from keepstep.launcher.rendezvous import KeptRendezvous
 
     config = resolve()
     identity = _identify(config, params.run_id)

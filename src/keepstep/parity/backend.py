@@ -11,7 +11,7 @@ from typing import Protocol
 
 from keepstep.errors import ConfigError
 from keepstep.parity import isal
-from keepstep.parity.buffers import Pointers, Span, pointers
+from keepstep.parity.buffer_pins import Pointers, Span, pointers
 
 FORCE_VARIABLE = "KEEPSTEP_TEST_PARITY_BACKEND"
 STEP_BYTES = 1 << 20
@@ -45,7 +45,7 @@ def chosen() -> Backend:
         raise ConfigError("no ISA-L that works was found", hint="pip install pyeclib")
     if not forced:
         log.warning("no ISA-L that works was found: parity is computed by numpy, several times slower")
-    from keepstep.parity.plain import Plain
+    from keepstep.parity.numpy_backend import Plain
 
     return Plain()
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from keepstep.parity import field
+from keepstep.parity import galois
 from keepstep.parity.backend import mix_ragged
-from keepstep.parity.buffers import Pins, Span
+from keepstep.parity.buffer_pins import Pins, Span
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -90,11 +90,11 @@ def coefficients(m: int, row: int, k: int) -> bytes:
     if row == 0:
         return bytes([1] * k)
     if m == 2:
-        return bytes(field.power(source) for source in range(k))
+        return bytes(galois.power(source) for source in range(k))
     # Cauchy: 1 / (x + y) with all x (rows) and y (sources) different; each column times a constant, still every
     # square part has an inverse.
     first = MAX_DATA
-    return bytes(field.mul(first ^ source, field.inv((first + row) ^ source)) for source in range(k))
+    return bytes(galois.mul(first ^ source, galois.inv((first + row) ^ source)) for source in range(k))
 
 
 @lru_cache(maxsize=DECODERS_KEPT)
@@ -107,12 +107,12 @@ def decoder(k: int, m: int, chosen: tuple[int, ...], erased: int) -> bytes:
     known = [index for index in chosen if index < k]
     rows = [coefficients(m, index - k, k) for index in chosen if index >= k]
     unknown = [index for index in range(k) if index not in known]
-    solved = field.inverse([[row[index] for index in unknown] for row in rows])[unknown.index(erased)]
+    solved = galois.inverse([[row[index] for index in unknown] for row in rows])[unknown.index(erased)]
     of_known = []
     for index in known:
         total = 0
         for factor, row in zip(solved, rows, strict=True):
-            total ^= field.mul(factor, row[index])
+            total ^= galois.mul(factor, row[index])
         of_known.append(total)
     return bytes([*of_known, *solved])
 

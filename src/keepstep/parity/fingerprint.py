@@ -20,9 +20,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from keepstep.arena.slots import CHUNK_BYTES
-from keepstep.parity import field
+from keepstep.parity import galois
 from keepstep.parity.backend import chosen, mix_ragged
-from keepstep.parity.buffers import Pins, Span, pointers
+from keepstep.parity.buffer_pins import Pins, Span, pointers
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -66,14 +66,14 @@ def combine(coefficients: Sequence[int], fingerprints: Sequence[bytes]) -> bytes
         raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
     total = bytes(FINGERPRINT_BYTES)
     for coefficient, one in zip(coefficients, fingerprints, strict=True):
-        total = field.add(total, field.scale(coefficient, one))
+        total = galois.add(total, galois.scale(coefficient, one))
     return total
 
 
 @lru_cache(maxsize=64)
 def fold_row(level: int, row: int) -> bytes:
     """The coefficients of one row of a fold."""
-    return bytes(field.power(row * block) for block in range(FOLDS[level].num_blocks))
+    return bytes(galois.power(row * block) for block in range(FOLDS[level].num_blocks))
 
 
 @lru_cache(maxsize=len(FOLDS))

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from keepstep.parity import field
-from keepstep.parity.buffers import Pointers, pointers
+from keepstep.parity import galois
+from keepstep.parity.buffer_pins import Pointers, pointers
 
 SYSTEM_LIBRARY = "libisal.so.2"
 MAX_BYTES = 1 << 30
@@ -86,11 +86,11 @@ def self_test(library: Isal) -> str:
     every = bytes(range(256))
     got = _mix(library, every[1:], 255, [every], 256)
     for coefficient in range(1, 256):
-        if got[coefficient - 1] != field.products(coefficient):
+        if got[coefficient - 1] != galois.products(coefficient):
             return f"products with {coefficient} are wrong"
     # Shapes: kernels differ by the number of targets, and handle short buffers and the end of long ones apart.
     for num_sources, num_targets, size in ((1, 1, 1), (4, 1, 4099), (7, 2, 1000), (32, 4, 95), (3, 3, 31), (5, 6, 64)):
-        rows = [bytes(field.power(t * s + t) for s in range(num_sources)) for t in range(num_targets)]
+        rows = [bytes(galois.power(t * s + t) for s in range(num_sources)) for t in range(num_targets)]
         sources = [every[s:].ljust(size, bytes([s + 1]))[:size] for s in range(num_sources)]
         got = _mix(library, b"".join(rows), num_targets, sources, size)
         if got != [_expected(row, sources, size) for row in rows]:
@@ -101,7 +101,7 @@ def self_test(library: Isal) -> str:
 def _expected(row: bytes, sources: Sequence[bytes], size: int) -> bytes:
     total = bytes(size)
     for coefficient, source in zip(row, sources, strict=True):
-        total = field.add(total, field.scale(coefficient, source))
+        total = galois.add(total, galois.scale(coefficient, source))
     return total
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keepstep.parity import field
-from keepstep.parity.buffers import Pointers
+from keepstep.parity import galois
+from keepstep.parity.buffer_pins import Pointers
 
 BLOCK_BYTES = 64 << 10
 """worked on at a time, so that intermediate results stay in the cache"""
@@ -54,7 +54,7 @@ def _sum_by_table(row: bytes, sources: Words) -> Words:
 
 @cache
 def _all_products() -> Words:
-    return np.frombuffer(b"".join(field.products(a) for a in range(256)), dtype=np.uint8).reshape(256, 256)
+    return np.frombuffer(b"".join(galois.products(a) for a in range(256)), dtype=np.uint8).reshape(256, 256)
 
 
 def _sum_by_blocks(row: bytes, sources: Sequence[Words], out: Words) -> None:

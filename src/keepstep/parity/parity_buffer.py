@@ -19,9 +19,9 @@ from typing import ClassVar, Self
 import msgspec
 import xxhash
 
-from keepstep.arena import header as h
-from keepstep.arena.header import PAGE
-from keepstep.arena.segment import Segment
+from keepstep.arena import records as h
+from keepstep.arena.memfd import Segment
+from keepstep.arena.records import PAGE
 from keepstep.errors import IntegrityError
 from keepstep.layout import align
 from keepstep.types import Incarnation, Version

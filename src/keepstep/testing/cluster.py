@@ -43,7 +43,7 @@ LOG_TAIL_BYTES = 4000
 
 STORE = """
 import sys, threading
-from keepstep.integrations.store import serve
+from keepstep.launcher.store import serve
 store = serve(sys.argv[1], 0)
 print(store.port, flush=True)
 threading.Event().wait()

@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from keepstep.config import PeersConfig
-from keepstep.peers.base import (
+from keepstep.transport.fetch import Digest, Fetch
+from keepstep.transport.interface import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_BYTES,
     MAX_QUEUED_FETCHES,
@@ -33,9 +34,8 @@ from keepstep.peers.base import (
     Refusal,
     Serve,
 )
-from keepstep.peers.crew import Crew
-from keepstep.peers.fetches import Digest, Fetch
-from keepstep.peers.traffic import Traffic
+from keepstep.transport.threads import Crew
+from keepstep.transport.traffic import Traffic
 
 log = logging.getLogger("keepstep")
 TICK_S = 0.005

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from keepstep.client import KeeperClient
+from keepstep.control.client import KeeperClient
+from keepstep.control.messages import Done, Release, StatusIs, WantStatus
 from keepstep.errors import KeeperError
 from keepstep.identity import Identity
-from keepstep.protocol import Done, Release, StatusIs, WantStatus
 from keepstep.testing.run import alive, keeper_pid, marked_processes, wait_until
 from keepstep.types import Status
 

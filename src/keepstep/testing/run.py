@@ -24,11 +24,21 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from keepstep.arena.slots import Arena
-from keepstep.client import KeeperClient
 from keepstep.config import Config
+from keepstep.control.client import KeeperClient
+from keepstep.control.messages import (
+    Done,
+    Hold,
+    Release,
+    StatusIs,
+    Verified,
+    VerifyResult,
+    WantArenas,
+    WantStatus,
+    WantVerify,
+)
 from keepstep.errors import KeeperError
 from keepstep.identity import Identity
-from keepstep.protocol import Done, Hold, Release, StatusIs, Verified, VerifyResult, WantArenas, WantStatus, WantVerify
 from keepstep.types import Status
 
 END_S = 20.0

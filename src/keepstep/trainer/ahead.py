@@ -14,13 +14,13 @@ import os
 import threading
 from collections.abc import Callable
 
-from keepstep.arena.segment import Mapping
+from keepstep.arena.memfd import Mapping
 from keepstep.arena.slots import Arena
 from keepstep.errors import Error
 from keepstep.identity import Identity
-from keepstep.trainer.cuda_host import in_use
-from keepstep.trainer.ring import Ring
-from keepstep.trainer.view import ArenaView
+from keepstep.trainer.memory.arena_view import ArenaView
+from keepstep.trainer.memory.pinned import in_use
+from keepstep.trainer.restore.device_upload import Ring
 
 log = logging.getLogger("keepstep")
 

@@ -18,47 +18,38 @@ from typing import Any, Self
 
 import torch
 
-from keepstep.arena.header import Grant
+from keepstep.arena.records import Grant
 from keepstep.config import Config, resolve
+from keepstep.control.messages import Committed, Complete, Done, Landed, Loaded, Protected, Void, Voided
 from keepstep.errors import CaptureError, ConfigError
-from keepstep.protocol import (
-    ArenaNeed,
-    Committed,
-    Complete,
-    Done,
-    Landed,
-    Loaded,
-    Protected,
-    Void,
-    Voided,
-)
-from keepstep.trainer import sizing
-from keepstep.trainer.capture import Capture
-from keepstep.trainer.fence import Fence
-from keepstep.trainer.items import MODULE, OPTIMIZER, STATEFUL, Items, unwrap_optimizer
-from keepstep.trainer.job import Job
-from keepstep.trainer.landing import Ranges
-from keepstep.trainer.link import Link, Listeners
-from keepstep.trainer.loading import Loading
-from keepstep.trainer.memory import Memory
-from keepstep.trainer.pending import PendingSnapshot, Waiting
-from keepstep.trainer.place import (
+from keepstep.layout import SnapshotSize
+from keepstep.trainer.capture.capture import Capture
+from keepstep.trainer.capture.job import Job
+from keepstep.trainer.connection.environment import (
     find_identity,
     find_place,
     meet_if_needed,
     registration,
     warn_about_shared_store,
 )
-from keepstep.trainer.replicas import Replicas
-from keepstep.trainer.restore import Restored, sharded_modules
-from keepstep.trainer.shares import Sharing
-from keepstep.trainer.short_turns import short_turns
-from keepstep.trainer.state import Reader
-from keepstep.trainer.stillness import Stillness
-from keepstep.trainer.stopwatch import Stopwatch
-from keepstep.trainer.survey import Sight, Survey
-from keepstep.trainer.view import ArenaView
-from keepstep.trainer.world import World
+from keepstep.trainer.connection.keeper_link import Link, Listeners
+from keepstep.trainer.connection.world import World
+from keepstep.trainer.landing import Ranges
+from keepstep.trainer.memory.arena_view import ArenaView
+from keepstep.trainer.memory.rank_arena import Memory
+from keepstep.trainer.plan import arena_size
+from keepstep.trainer.plan.plan_cache import Sight, Survey
+from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.replication import Replicas
+from keepstep.trainer.plan.stillness import Stillness
+from keepstep.trainer.restore.restore import Loading
+from keepstep.trainer.restore.short_turns import short_turns
+from keepstep.trainer.restore.stopwatch import Stopwatch
+from keepstep.trainer.restore.writer import Restored, sharded_modules
+from keepstep.trainer.results import PendingSnapshot, Waiting
+from keepstep.trainer.state.objects import MODULE, OPTIMIZER, STATEFUL, Items, unwrap_optimizer
+from keepstep.trainer.state.optimizer_fence import Fence
+from keepstep.trainer.state.reader import Reader
 from keepstep.types import Status, Version
 
 log = logging.getLogger("keepstep")
@@ -156,18 +147,18 @@ class Snapshotter:
 
     # Memory
 
-    def _foresee(self) -> ArenaNeed:
+    def _foresee(self) -> SnapshotSize:
         """What a snapshot will need, with the optimizer state that is still to come."""
         reading, plan = self._survey.begin()
         self._fence.muted = True
         try:
-            missing = sizing.missing_state(self._items.optimizers, self._replicas())
-            missing += sizing.missing_grads(self._items.optimizers) if self.config.grads else []
+            missing = arena_size.missing_state(self._items.optimizers, self._replicas())
+            missing += arena_size.missing_grads(self._items.optimizers) if self.config.grads else []
         finally:
             self._fence.muted = False
-        return sizing.need_of(plan, len(reading.values), missing, self._sharing)
+        return arena_size.need_of(plan, len(reading.values), missing, self._sharing)
 
-    def _prepare_devices(self, need: ArenaNeed) -> None:
+    def _prepare_devices(self, need: SnapshotSize) -> None:
         """What is on a device now tells how what comes will be spread."""
         assert self._survey.plans is not None
         plan = self._survey.plans.first
@@ -279,8 +270,8 @@ class Snapshotter:
 
     def _check_room(self, view: ArenaView, seen: Sight, values_bytes: int) -> None:
         plan = seen.plan
-        if not view.arena.fits(ArenaNeed(len(plan.encoded), values_bytes, plan.payload_bytes)):
-            wanted = sizing.need_of(plan, len(seen.reading.values), [], self._sharing)
+        if not view.arena.fits(SnapshotSize(len(plan.encoded), values_bytes, plan.payload_bytes)):
+            wanted = arena_size.need_of(plan, len(seen.reading.values), [], self._sharing)
             self._memory.grow(wanted, before=self._let_go)
             size = plan.payload_bytes + values_bytes
             raise CaptureError(f"the state has outgrown its arena ({size:,} bytes); a larger one is made")

@@ -1,6 +1,6 @@
 """Bytes and small messages between keepers: one narrow interface, TCP behind it, and a twin in memory."""
 
-from keepstep.peers.base import (
+from keepstep.transport.interface import (
     Body,
     Fetched,
     FetchError,
@@ -11,15 +11,12 @@ from keepstep.peers.base import (
     Refusal,
     Serve,
 )
-from keepstep.peers.memory import Hub, MemoryPeers
-from keepstep.peers.tcp import TcpPeers
+from keepstep.transport.tcp import TcpPeers
 
 __all__ = [
     "Body",
     "FetchError",
     "Fetched",
-    "Hub",
-    "MemoryPeers",
     "OnLink",
     "OnMessage",
     "Peer",

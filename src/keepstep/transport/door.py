@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from keepstep.peers.crew import Crew
-from keepstep.peers.wire import Wire
+from keepstep.transport.connection import Wire
+from keepstep.transport.threads import Crew
 
 log = logging.getLogger("keepstep")
 MAX_UNAUTHENTICATED = 32

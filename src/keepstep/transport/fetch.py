@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 
 import xxhash
 
-from keepstep.peers.base import (
+from keepstep.transport.interface import (
     CHECKSUM_BYTES,
     MAX_BODY_BYTES,
     MAX_LOOSE_BODY_BYTES,

@@ -10,7 +10,13 @@ import hmac
 import struct
 from dataclasses import dataclass
 
-from keepstep.peers.base import CHECKSUM_BYTES, MAX_BODY_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_BYTES, MAX_REQUEST_BYTES
+from keepstep.transport.interface import (
+    CHECKSUM_BYTES,
+    MAX_BODY_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_REASON_BYTES,
+    MAX_REQUEST_BYTES,
+)
 
 HEARTBEAT, MESSAGE, GOODBYE = 0, 1, 2
 """I am here; for the keeper; this keeper closes its end on purpose"""

@@ -30,7 +30,7 @@ from typing import Protocol
 
 import msgspec
 
-from keepstep.peers.base import Peer
+from keepstep.transport.interface import Peer
 
 VERSION = 1
 CONTROL, DATA = 1, 2

@@ -23,12 +23,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from keepstep.peers.auth import NOT_NOW, STRANGER, WELCOME
-from keepstep.peers.base import MAX_MESSAGE_BYTES, OnLink, OnMessage, Peer
-from keepstep.peers.frames import GOODBYE, HEARTBEAT, MESSAGE, FrameError
-from keepstep.peers.session import Session
-from keepstep.peers.traffic import Traffic
-from keepstep.peers.wire import WireError
+from keepstep.transport.connection import WireError
+from keepstep.transport.frames import GOODBYE, HEARTBEAT, MESSAGE, FrameError
+from keepstep.transport.handshake import NOT_NOW, STRANGER, WELCOME
+from keepstep.transport.interface import MAX_MESSAGE_BYTES, OnLink, OnMessage, Peer
+from keepstep.transport.session import Session
+from keepstep.transport.traffic import Traffic
 
 log = logging.getLogger("keepstep")
 FIRST_RETRY_S = 0.05

@@ -6,10 +6,10 @@ import logging
 import math
 from collections.abc import Callable
 
-from keepstep.peers.base import CHECKSUM_BYTES, MAX_REASON_BYTES, Body, Refusal, Serve
-from keepstep.peers.frames import REFUSED, REQUEST_HEAD_BYTES, SERVED, AnswerHead, FrameError, RequestHead
-from keepstep.peers.traffic import Traffic
-from keepstep.peers.wire import Wire, WireError
+from keepstep.transport.connection import Wire, WireError
+from keepstep.transport.frames import REFUSED, REQUEST_HEAD_BYTES, SERVED, AnswerHead, FrameError, RequestHead
+from keepstep.transport.interface import CHECKSUM_BYTES, MAX_REASON_BYTES, Body, Refusal, Serve
+from keepstep.transport.traffic import Traffic
 
 log = logging.getLogger("keepstep")
 

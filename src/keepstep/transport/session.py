@@ -8,11 +8,11 @@ import time
 from collections import deque
 
 from keepstep import faults
-from keepstep.peers.auth import Agreement
-from keepstep.peers.base import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, MAX_STREAMS, Peer
-from keepstep.peers.frames import HEARTBEAT, MESSAGE, Opener, Sealer
-from keepstep.peers.streams import Streams
-from keepstep.peers.wire import Wire
+from keepstep.transport.connection import Wire
+from keepstep.transport.frames import HEARTBEAT, MESSAGE, Opener, Sealer
+from keepstep.transport.handshake import Agreement
+from keepstep.transport.interface import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, MAX_STREAMS, Peer
+from keepstep.transport.streams import Streams
 
 READ_BYTES = 256 << 10
 READS_A_TURN = 16

@@ -12,13 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from keepstep.peers.auth import AuthError
-from keepstep.peers.base import MAX_QUEUED_FETCHES
-from keepstep.peers.crew import Crew
-from keepstep.peers.fetches import Digest, Fetch
-from keepstep.peers.frames import ANSWER_HEAD_BYTES, REFUSED, AnswerHead, FrameError, RequestHead
-from keepstep.peers.traffic import Traffic
-from keepstep.peers.wire import Wire, WireError
+from keepstep.transport.connection import Wire, WireError
+from keepstep.transport.fetch import Digest, Fetch
+from keepstep.transport.frames import ANSWER_HEAD_BYTES, REFUSED, AnswerHead, FrameError, RequestHead
+from keepstep.transport.handshake import AuthError
+from keepstep.transport.interface import MAX_QUEUED_FETCHES
+from keepstep.transport.threads import Crew
+from keepstep.transport.traffic import Traffic
 
 log = logging.getLogger("keepstep")
 Dial = Callable[[float, Callable[[Wire], None]], Wire]

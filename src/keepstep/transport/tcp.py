@@ -20,8 +20,11 @@ from typing import Protocol
 
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
-from keepstep.peers.address import listen_on, resolve_address, socket_towards
-from keepstep.peers.auth import (
+from keepstep.transport.address import listen_on, resolve_address, socket_towards
+from keepstep.transport.connection import Wire, WireError
+from keepstep.transport.door import Door
+from keepstep.transport.fetch import Fetch
+from keepstep.transport.handshake import (
     CONTROL,
     DATA,
     HANDSHAKE_S,
@@ -34,17 +37,14 @@ from keepstep.peers.auth import (
     Self,
     run_key,
 )
-from keepstep.peers.base import Fetched, OnLink, OnMessage, Peer, Serve
-from keepstep.peers.crew import Crew
-from keepstep.peers.door import Door
-from keepstep.peers.fetches import Fetch
-from keepstep.peers.links import Links
-from keepstep.peers.serving import Serving
-from keepstep.peers.session import Session
-from keepstep.peers.streams import Streams
-from keepstep.peers.tls import Tls, channel_binding
-from keepstep.peers.traffic import Traffic
-from keepstep.peers.wire import Wire, WireError
+from keepstep.transport.interface import Fetched, OnLink, OnMessage, Peer, Serve
+from keepstep.transport.links import Links
+from keepstep.transport.serve import Serving
+from keepstep.transport.session import Session
+from keepstep.transport.streams import Streams
+from keepstep.transport.threads import Crew
+from keepstep.transport.tls import Tls, channel_binding
+from keepstep.transport.traffic import Traffic
 
 log = logging.getLogger("keepstep")
 

@@ -14,7 +14,7 @@ import ssl
 
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
-from keepstep.peers.wire import Wire, WireError
+from keepstep.transport.connection import Wire, WireError
 
 
 class Tls:

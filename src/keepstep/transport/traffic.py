@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.config import PeersConfig
-from keepstep.peers.rate import COUNTERS, Bucket, Counters, Meter
+from keepstep.transport.throttle import COUNTERS, Bucket, Counters, Meter
 
 
 class Traffic:

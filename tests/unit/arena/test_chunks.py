@@ -8,14 +8,13 @@ from collections.abc import Iterator
 import pytest
 import xxhash
 
-from keepstep.arena import header as h
+from keepstep.arena import records as h
 from keepstep.arena.checksum import seal, verify
 from keepstep.arena.chunks import REGIONS, chunk_spans, read_table
-from keepstep.arena.header import TrainerHeader
+from keepstep.arena.records import TrainerHeader
 from keepstep.arena.slots import CHUNK_BYTES, DIGEST_BYTES, PAGE, Arena, plan_header
 from keepstep.errors import IntegrityError
-from keepstep.layout import digest
-from keepstep.protocol import ArenaNeed
+from keepstep.layout import SnapshotSize, digest
 from keepstep.types import Incarnation, Version
 
 VERSION = Version(Incarnation(1, 2), 3)
@@ -35,7 +34,7 @@ def header(**changes: int) -> TrainerHeader:
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    need = ArenaNeed(len(LAYOUT), len(VALUES), len(PAYLOAD))
+    need = SnapshotSize(len(LAYOUT), len(VALUES), len(PAYLOAD))
     made = Arena.create(plan_header(need, slots=2, local_index=0, run_id="r", node_id="n", instance=bytes(16)))
     for span, data in ((made.layout_span, LAYOUT), (made.values_span, VALUES), (made.payload_span, PAYLOAD)):
         made.segment.write(span(0).offset, data)
@@ -103,6 +102,6 @@ def test_header_without_a_shared_part_says_that_it_begins_where_the_payload_ends
 def test_table_has_room_for_the_chunk_that_two_parts_are_more_than_one() -> None:
     """254 chunks of payload, cut in two: 255 of them, and one each of layout and values, are more than a page."""
     made = plan_header(
-        ArenaNeed(1, 1, 254 * CHUNK_BYTES), slots=1, local_index=0, run_id="r", node_id="n", instance=bytes(16)
+        SnapshotSize(1, 1, 254 * CHUNK_BYTES), slots=1, local_index=0, run_id="r", node_id="n", instance=bytes(16)
     )
     assert made.table_capacity == 2 * PAGE

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.arena.room import RESERVE_BYTES, Room, check, gib, measure
+from keepstep.arena.memory_limits import RESERVE_BYTES, Room, check, gib, measure
 from keepstep.errors import KeeperError
 
 GIB = 1 << 30

@@ -23,35 +23,34 @@ import pytest
 import xxhash
 
 from keepstep import faults
-from keepstep.arena import header as h
-from keepstep.arena import segment as segments
+from keepstep.arena import memfd as segments
+from keepstep.arena import records as h
 from keepstep.arena import slots
 from keepstep.arena.checksum import read_digests, seal, verify
-from keepstep.arena.header import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
-from keepstep.arena.segment import MAX_BYTES, SEALS, Mapping, Segment
+from keepstep.arena.memfd import MAX_BYTES, SEALS, Mapping, Segment
+from keepstep.arena.records import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
 from keepstep.arena.slots import CHUNK_BYTES, PAGE, Arena, Span, plan_header, total_bytes, trainer_digest
 from keepstep.errors import IntegrityError, KeeperError
-from keepstep.layout import digest
-from keepstep.protocol import ArenaNeed
+from keepstep.layout import SnapshotSize, digest
 from keepstep.types import Incarnation, Version
 
 RUN, NODE = "run-7", "node-a"
 LIFE = Incarnation(3, 0xFEED)
-TINY = ArenaNeed(layout_bytes=40, values_bytes=50, payload_bytes=300)
+TINY = SnapshotSize(layout_bytes=40, values_bytes=50, payload_bytes=300)
 
 
 def version(step: int) -> Version:
     return Version(LIFE, step)
 
 
-def planned(need: ArenaNeed = TINY, *, num_slots: int = 2, local_index: int = 1) -> ArenaHeader:
+def planned(need: SnapshotSize = TINY, *, num_slots: int = 2, local_index: int = 1) -> ArenaHeader:
     return plan_header(
         need, slots=num_slots, local_index=local_index, run_id=RUN, node_id=NODE, instance=b"keeper-instance!"
     )
 
 
 @contextlib.contextmanager
-def new_arena(need: ArenaNeed = TINY, *, num_slots: int = 2) -> Iterator[Arena]:
+def new_arena(need: SnapshotSize = TINY, *, num_slots: int = 2) -> Iterator[Arena]:
     made = Arena.create(planned(need, num_slots=num_slots))
     try:
         yield made
@@ -82,7 +81,7 @@ def num_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def content(step: int, need: ArenaNeed = TINY) -> tuple[bytes, bytes, bytes]:
+def content(step: int, need: SnapshotSize = TINY) -> tuple[bytes, bytes, bytes]:
     """What a trainer would store at `step`: layout, values, payload. Every byte depends on the step."""
     return tuple(
         bytes((step + region + i * 7) % 251 for i in range(min(size, 4096))).ljust(size, b"\5")
@@ -90,7 +89,7 @@ def content(step: int, need: ArenaNeed = TINY) -> tuple[bytes, bytes, bytes]:
     )  # type: ignore[return-value]
 
 
-def trainer_header(step: int, state: int, need: ArenaNeed = TINY) -> TrainerHeader:
+def trainer_header(step: int, state: int, need: SnapshotSize = TINY) -> TrainerHeader:
     return TrainerHeader(
         state=state, rank=5, world_size=8, local_index=1, local_world_size=2, flags=0, version=version(step),
         layout_bytes=need.layout_bytes, values_bytes=need.values_bytes, payload_bytes=need.payload_bytes,
@@ -98,20 +97,20 @@ def trainer_header(step: int, state: int, need: ArenaNeed = TINY) -> TrainerHead
     )  # fmt: skip
 
 
-def write_regions(arena: Arena, slot: int, step: int, need: ArenaNeed = TINY) -> None:
+def write_regions(arena: Arena, slot: int, step: int, need: SnapshotSize = TINY) -> None:
     spans = (arena.layout_span(slot), arena.values_span(slot), arena.payload_span(slot))
     for span, data in zip(spans, content(step, need), strict=True):
         arena.segment.write(span.offset, data)
 
 
-def take(arena: Arena, slot: int, step: int, need: ArenaNeed = TINY) -> None:
+def take(arena: Arena, slot: int, step: int, need: SnapshotSize = TINY) -> None:
     """All that a trainer does for one snapshot."""
     arena.write_trainer_header(slot, trainer_header(step, h.WRITING, need))
     write_regions(arena, slot, step, need)
     arena.write_trainer_header(slot, trainer_header(step, h.COMMITTED, need))
 
 
-def take_and_seal(arena: Arena, slot: int, step: int, need: ArenaNeed = TINY) -> None:
+def take_and_seal(arena: Arena, slot: int, step: int, need: SnapshotSize = TINY) -> None:
     take(arena, slot, step, need)
     seal(arena, slot, version(step))
 
@@ -295,7 +294,7 @@ def test_verify_writes_nothing(arena: Arena) -> None:
 
 
 def test_regions_and_slots_do_not_overlap_and_fill_the_segment() -> None:
-    with new_arena(ArenaNeed(PAGE + 1, 3 * PAGE, 9 << 20), num_slots=4) as arena:
+    with new_arena(SnapshotSize(PAGE + 1, 3 * PAGE, 9 << 20), num_slots=4) as arena:
         spans = [Span(0, 4 * PAGE)]
         for slot in range(4):
             spans.append(Span(arena.slot_offset(slot), 2 * PAGE))
@@ -311,14 +310,14 @@ def test_regions_and_slots_do_not_overlap_and_fill_the_segment() -> None:
 
 
 def test_arena_fits_what_it_was_planned_for_and_not_more() -> None:
-    with new_arena(ArenaNeed(PAGE, PAGE, PAGE)) as arena:
-        assert arena.fits(ArenaNeed(PAGE, PAGE, PAGE))
-        for need in (ArenaNeed(PAGE + 1, 1, 1), ArenaNeed(1, PAGE + 1, 1), ArenaNeed(1, 1, PAGE + 1)):
+    with new_arena(SnapshotSize(PAGE, PAGE, PAGE)) as arena:
+        assert arena.fits(SnapshotSize(PAGE, PAGE, PAGE))
+        for need in (SnapshotSize(PAGE + 1, 1, 1), SnapshotSize(1, PAGE + 1, 1), SnapshotSize(1, 1, PAGE + 1)):
             assert not arena.fits(need)
 
 
 def test_arena_for_an_empty_snapshot_can_hold_and_seal_it() -> None:
-    need = ArenaNeed(0, 0, 0)
+    need = SnapshotSize(0, 0, 0)
     with new_arena(need) as arena:
         take_and_seal(arena, 0, 1, need)
         assert verify(arena, 0).keeper.num_chunks == 0
@@ -589,7 +588,7 @@ def test_writers_of_different_records_do_not_disturb_each_other(arena: Arena) ->
 
 
 def test_seal_checksums_every_region_in_chunks_of_its_own() -> None:
-    need = ArenaNeed(100, 200, 2 * CHUNK_BYTES + 1)
+    need = SnapshotSize(100, 200, 2 * CHUNK_BYTES + 1)
     with new_arena(need, num_slots=1) as arena:
         take_and_seal(arena, 0, 3, need)
         layout, values, payload = content(3, need)
@@ -953,7 +952,7 @@ def test_arena_whose_header_contradicts_itself_is_refused(arena: Arena, change: 
 
 def test_arena_whose_table_is_too_small_for_its_payload_is_refused() -> None:
     """257 chunks of payload need more than one page of digests: the rest would be written over the payload."""
-    need = ArenaNeed(1, 1, 257 * CHUNK_BYTES)
+    need = SnapshotSize(1, 1, 257 * CHUNK_BYTES)
     header = planned(need, num_slots=1)
     assert header.table_capacity == 2 * PAGE
     cramped = dataclasses.replace(header, table_capacity=PAGE, slot_stride=header.slot_stride - PAGE)
@@ -1030,7 +1029,7 @@ def test_segment_without_a_descriptor_left_is_a_keeper_error() -> None:
 
 def test_arena_that_is_too_large_for_any_memfd_is_a_keeper_error() -> None:
     with pytest.raises(KeeperError, match="cannot be made"):
-        Arena.create(planned(ArenaNeed(1, 1, MAX_BYTES)))
+        Arena.create(planned(SnapshotSize(1, 1, MAX_BYTES)))
 
 
 def test_failed_first_write_of_an_arena_leaves_no_descriptor() -> None:

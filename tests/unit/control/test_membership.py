@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.errors import ConfigError
-from keepstep.membership import (
+from keepstep.control.membership import (
     Known,
     agree,
     check_losses,
@@ -17,7 +16,8 @@ from keepstep.membership import (
     seats,
     with_own_card,
 )
-from keepstep.protocol import NodeCard
+from keepstep.control.messages import NodeCard
+from keepstep.errors import ConfigError
 
 
 def card(node_id: str, instance: str = "1") -> NodeCard:

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from keepstep.cli.story.comparison import VERDICT, Judgement, judge
-from keepstep.cli.story.play import check_steps, find_script
-from keepstep.cli.story.record import FAULTS, Event, Fault, Outcome, Restored, Result, Run, Started, Step, find_due
-from keepstep.cli.story.report import Summary, report
+from keepstep.demo.comparison import VERDICT, Judgement, judge
+from keepstep.demo.report import Summary, report
+from keepstep.demo.run_record import FAULTS, Event, Fault, Outcome, Restored, Result, Run, Started, Step, find_due
+from keepstep.demo.script import check_steps, find_script
 from keepstep.errors import ConfigError
 
 STEPS = 20

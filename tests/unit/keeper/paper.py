@@ -8,15 +8,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from keepstep.arena.header import Grant, Ledger
-from keepstep.keeper import events as e
-from keepstep.keeper.core import Core
-from keepstep.keeper.grants import OpenGrant
-from keepstep.keeper.node import Limits
-from keepstep.protocol import ArenaGiven, ArenaNeed, Register, Registered, RestoreFrom
+from keepstep.arena.records import Grant, Ledger
+from keepstep.control.messages import ArenaGiven, Register, Registered, RestoreFrom
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node.core import Core
+from keepstep.keeper.node.grants import OpenGrant
+from keepstep.keeper.node.state import Limits
+from keepstep.layout import SnapshotSize
 from keepstep.types import Incarnation, Version
 
-NEED = ArenaNeed(1, 1, 1)
+NEED = SnapshotSize(1, 1, 1)
 
 
 @dataclasses.dataclass
@@ -25,7 +26,7 @@ class Paper:
 
     arena_id: str
     index: int
-    capacity: ArenaNeed
+    capacity: SnapshotSize
     generation: int
     slots: list[tuple[str, Version | None]]
     grant: Grant | None = None

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from keepstep.keeper.control import MAX_QUEUED_BYTES, Connection
-from keepstep.protocol import Complete, FrameError, Goodbye, StatusIs, send
+from keepstep.control.messages import Complete, FrameError, Goodbye, StatusIs, send
+from keepstep.keeper.connection import MAX_QUEUED_BYTES, Connection
 from keepstep.types import Incarnation, Version
 
 

@@ -11,14 +11,13 @@ from dataclasses import replace
 import pytest
 
 from keepstep.arena import checksum
-from keepstep.arena import header as h
+from keepstep.arena import records as h
 from keepstep.arena.chunks import Chunk
-from keepstep.arena.header import TrainerHeader
+from keepstep.arena.records import TrainerHeader
 from keepstep.arena.slots import CHUNK_BYTES, Arena, plan_header
 from keepstep.errors import IntegrityError
 from keepstep.keeper.early import AT_ONCE, MOST_WAITING, Early
-from keepstep.layout import Layout, digest
-from keepstep.protocol import ArenaNeed
+from keepstep.layout import Layout, SnapshotSize, digest
 from keepstep.types import Incarnation, Version
 
 PAYLOAD = 5 * CHUNK_BYTES + 1000
@@ -31,7 +30,7 @@ class Trainer:
     """What a trainer writes into its slot, and when."""
 
     def __init__(self) -> None:
-        need = ArenaNeed(len(LAYOUT), 100, PAYLOAD)
+        need = SnapshotSize(len(LAYOUT), 100, PAYLOAD)
         self.arena = Arena.create(
             plan_header(need, slots=2, local_index=0, run_id="r", node_id="n", instance=bytes(16))
         )

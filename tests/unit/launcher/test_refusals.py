@@ -11,8 +11,8 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from keepstep.errors import ConfigError
-from keepstep.integrations.store import serve
-from keepstep.integrations.torchrun import create
+from keepstep.launcher.store import serve
+from keepstep.launcher.torchrun import create
 
 
 def parameters(min_nodes: int, max_nodes: int, **more: str) -> RendezvousParameters:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from keepstep.integrations.rounds import (
+from keepstep.control.membership import Known
+from keepstep.control.messages import NodeCard
+from keepstep.launcher.rounds import (
     Board,
     Rules,
     Seat,
@@ -19,8 +21,6 @@ from keepstep.integrations.rounds import (
     reopen,
     watched,
 )
-from keepstep.membership import Known
-from keepstep.protocol import NodeCard
 
 THREE = Rules(3, 3, dead_s=3, settle_s=30, first_call_s=30, last_call_s=3, grace_s=6)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from keepstep.integrations.torchrun import torchrun_arguments
+from keepstep.launcher.torchrun import torchrun_arguments
 
 SCRIPT = ["train.py", "--lr=1", "--rdzv-id", "the script's own", "--standalone", "--max-restarts=2"]
 NAMES = ("RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID", "MAX_RESTARTS", "NNODES", "STANDALONE")
@@ -94,7 +94,7 @@ def test_a_module_and_flags_without_values_are_understood() -> None:
 
 def test_the_entry_point_imports_no_torch() -> None:
     code = (
-        "import sys; from keepstep.integrations.torchrun import get_creator; get_creator(); "
+        "import sys; from keepstep.launcher.torchrun import get_creator; get_creator(); "
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from keepstep.parity import backend, field
+from keepstep.parity import backend, galois
 from keepstep.parity.code import Code, coefficients, decoder
 
 SHAPES = [(k, m) for m in range(1, 5) for k in range(1, 11 - m)] + [(10, 4)]
@@ -33,7 +33,7 @@ def pieces_of(code: Code, data: list[bytes], size: int) -> list[bytes]:
     for row in range(code.m):
         total = bytes(size)
         for coefficient, source in zip(code.rows[row], data, strict=True):
-            total = field.add(total, field.scale(coefficient, source.ljust(size, b"\0")))
+            total = galois.add(total, galois.scale(coefficient, source.ljust(size, b"\0")))
         found.append(total)
     return [*data, *found]
 
@@ -71,14 +71,14 @@ def test_the_largest_codes_are_mds(m: int) -> None:
             # Four of 32 are 35,960 matrices: take those that hold source 0 or 31, and every seventh of the rest.
             for count, columns in enumerate(itertools.combinations(range(32), size)):
                 if size < 4 or {0, 31} & set(columns) or count % 7 == 0:
-                    field.inverse([[row[column] for column in columns] for row in used])
+                    galois.inverse([[row[column] for column in columns] for row in used])
 
 
 def test_rows_are_the_documented_ones() -> None:
     assert coefficients(1, 0, 4) == coefficients(2, 0, 4) == coefficients(3, 0, 4) == b"\1\1\1\1"
     assert coefficients(2, 1, 10) == bytes([1, 2, 4, 8, 16, 32, 64, 128, 0x1D, 0x3A])
     # Cauchy: (x0 + y) / (x1 + y) with x0 = 32, x1 = 33.
-    assert [field.mul(c, 33 ^ y) for y, c in enumerate(coefficients(3, 1, 5))] == [32 ^ y for y in range(5)]
+    assert [galois.mul(c, 33 ^ y) for y, c in enumerate(coefficients(3, 1, 5))] == [32 ^ y for y in range(5)]
     for m in (2, 3, 4):
         assert all(coefficients(m, row, 32).startswith(coefficients(m, row, 5)) for row in range(m))
 
@@ -110,7 +110,7 @@ def test_absent_sources_are_zero(arithmetic: str) -> None:
     code, data = Code(3, 2), bytes(range(100))
     out = bytearray(b"\xee" * 200)
     code.encode(1, [None, data, b""], out)
-    assert out == field.scale(2, data) + bytes(100)
+    assert out == galois.scale(2, data) + bytes(100)
     code.encode(0, [None, None, None], out)
     assert out == bytes(200)
     code.encode(0, [None, data, None], out)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from keepstep.arena.slots import CHUNK_BYTES
-from keepstep.parity import backend, field
+from keepstep.parity import backend, galois
 from keepstep.parity.code import Code
 from keepstep.parity.fingerprint import FINGERPRINT_BYTES, FOLDS, combine, fingerprint, fold_row
 
 LENGTHS = (0, 1, 29, 64, 5000, FOLDS[0].block_bytes, FOLDS[0].block_bytes + 1, 1_000_003, CHUNK_BYTES - 1, CHUNK_BYTES)
-PRODUCTS = np.frombuffer(b"".join(field.products(a) for a in range(256)), dtype=np.uint8).reshape(256, 256)
+PRODUCTS = np.frombuffer(b"".join(galois.products(a) for a in range(256)), dtype=np.uint8).reshape(256, 256)
 
 
 @pytest.fixture(params=["isal", "numpy"])
@@ -47,7 +47,7 @@ def weight(position: int) -> bytes:
             block, offset = divmod(at, fold.block_bytes)
             for row in range(fold.num_rows):
                 place = row * fold.block_bytes + offset
-                following[place] = following.get(place, 0) ^ field.mul(fold_row(level, row)[block], value)
+                following[place] = following.get(place, 0) ^ galois.mul(fold_row(level, row)[block], value)
         column = following
     return bytes(column.get(at, 0) for at in range(FINGERPRINT_BYTES))
 
@@ -128,7 +128,7 @@ def test_no_place_of_a_chunk_is_blind() -> None:
     directions = set()
     for one in weights:
         first = next(byte for byte in one if byte)
-        directions.add(field.scale(field.inv(first), one))
+        directions.add(galois.scale(galois.inv(first), one))
     assert len(directions) == len(set(places))
     for place, one in list(zip(places, weights, strict=True))[:40]:
         data = bytearray(CHUNK_BYTES)

@@ -12,7 +12,7 @@ import pytest
 
 from keepstep.errors import ConfigError
 from keepstep.parity import backend, isal
-from keepstep.parity.buffers import pointers
+from keepstep.parity.buffer_pins import pointers
 
 
 def real_path() -> str:

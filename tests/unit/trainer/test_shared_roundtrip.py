@@ -19,20 +19,20 @@ from keepstep import layout as layouts
 from keepstep.arena.chunks import chunk_spans, read_table
 from keepstep.arena.slots import DIGEST_BYTES, Arena
 from keepstep.config import ArenaConfig, ParityConfig, TakeConfig
-from keepstep.keeper.audit import answer, class_digests
-from keepstep.keeper.comparing import Comparison, Verdict, odd_class
-from keepstep.keeper.shelf import Book, open_book
-from keepstep.keeper.words import Audit
+from keepstep.control.messages import RestoreFrom, StreamSource, WantRestore
+from keepstep.keeper.coordinator.divergence import Comparison, Verdict, odd_class
+from keepstep.keeper.coordinator.messages import Audit
+from keepstep.keeper.transfer.chunk_store import Book, open_book
+from keepstep.keeper.workers.replica_digests import answer, class_digests
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece
-from keepstep.protocol import RestoreFrom, StreamSource, WantRestore
 from keepstep.testing.run import LocalRun
-from keepstep.trainer import sizing
-from keepstep.trainer.checks import Checks
-from keepstep.trainer.copies import CopyPlan
-from keepstep.trainer.link import Link
-from keepstep.trainer.shares import Sharing
-from keepstep.trainer.sources import Sources
-from keepstep.trainer.world import Place, World
+from keepstep.trainer.connection.keeper_link import Link
+from keepstep.trainer.connection.world import Place, World
+from keepstep.trainer.integrity.checks import Checks
+from keepstep.trainer.plan import arena_size
+from keepstep.trainer.plan.copy_plan import CopyPlan
+from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.restore.replica_chunks import Sources
 
 WIDE = 1024
 """a weight of WIDE x WIDE floats is one chunk"""
@@ -466,11 +466,11 @@ def test_need_counts_what_is_still_to_come_by_who_will_hold_it() -> None:
     sharing = Sharing(World(0, (0, 0, 1, 1)))
     plan = CopyPlan(Layout((), ()), b"", b"")
     everyone = (0, 1, 2, 3)
-    alone = sizing.need_of(plan, 0, [sizing.Missing(10 * CHUNK_BYTES)], sharing)
-    shared = sizing.need_of(plan, 0, [sizing.Missing(5 * CHUNK_BYTES, everyone)] * 2, sharing)
+    alone = arena_size.need_of(plan, 0, [arena_size.Missing(10 * CHUNK_BYTES)], sharing)
+    shared = arena_size.need_of(plan, 0, [arena_size.Missing(5 * CHUNK_BYTES, everyone)] * 2, sharing)
     assert alone.payload_bytes == 10 * CHUNK_BYTES
     assert shared.payload_bytes == 5 * CHUNK_BYTES
-    assert sizing.need_of(plan, 0, [], None).payload_bytes == 0
+    assert arena_size.need_of(plan, 0, [], None).payload_bytes == 0
 
 
 # The audit

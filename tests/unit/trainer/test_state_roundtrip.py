@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from keepstep import CaptureError, Config, RecoveryError, Restored, Snapshotter, Survives
-from keepstep.arena import header as h
+from keepstep.arena import records as h
 from keepstep.config import TakeConfig
 from keepstep.testing.run import LocalRun, wait_until
-from keepstep.trainer import blocks
-from keepstep.trainer.items import Items
-from keepstep.trainer.state import Reader
+from keepstep.trainer.plan import tensor_blocks
+from keepstep.trainer.state.objects import Items
+from keepstep.trainer.state.reader import Reader
 
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -191,7 +191,7 @@ def test_views_of_one_storage_are_stored_once_and_come_back(run: Run) -> None:
         "wide": base[7, 9].expand(6),
     }
     expected = frozen(live)
-    built = blocks.build(list(live.values()), dict(enumerate(live)))
+    built = tensor_blocks.build(list(live.values()), dict(enumerate(live)))
     assert len(built.layout.entries) == 2, "one entry for the storage, one for the tensor apart"
     run.save({"tensors": live})
     scribble(base)
@@ -761,9 +761,9 @@ def test_a_stateful_that_refuses_its_state_is_named(run: Run) -> None:
 # What cannot be captured
 
 
-def lay_out(state: dict[str, Any]) -> blocks.Blocks:
+def lay_out(state: dict[str, Any]) -> tensor_blocks.Blocks:
     reading = Reader(Items(state), rng=False, grads=False).read()
-    return blocks.build(reading.tensors, reading.paths())
+    return tensor_blocks.build(reading.tensors, reading.paths())
 
 
 class Labelled(torch.Tensor):

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.peers.base import MAX_MESSAGE_BYTES
-from keepstep.peers.frames import (
+from keepstep.transport.frames import (
     ANSWER_HEAD_BYTES,
     HEARTBEAT,
     MESSAGE,
@@ -20,6 +19,7 @@ from keepstep.peers.frames import (
     RequestHead,
     Sealer,
 )
+from keepstep.transport.interface import MAX_MESSAGE_BYTES
 
 KEY = b"k" * 32
 

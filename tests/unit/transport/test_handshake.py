@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from keepstep.peers import auth
-from keepstep.peers.auth import CONTROL, DATA, NOT_NOW, WELCOME, AuthError, Dialing, Listening, Self, run_key
-from keepstep.peers.base import Peer
+from keepstep.transport import handshake
+from keepstep.transport.handshake import CONTROL, DATA, NOT_NOW, WELCOME, AuthError, Dialing, Listening, Self, run_key
+from keepstep.transport.interface import Peer
 
 SECRET = b"the secret of this run"
 A, B, C = (Self(name, f"{name}-instance-1", "the-run") for name in ("node-a", "node-b", "node-c"))
@@ -210,7 +210,7 @@ def test_a_challenge_thrown_back_at_the_listener_fails() -> None:
 
     thread = threading.Thread(target=listen)
     thread.start()
-    line.write(auth._HELLO.pack(b"KSPR", auth.VERSION, CONTROL, b"n" * 32, auth.NO_SESSION))
+    line.write(handshake._HELLO.pack(b"KSPR", handshake.VERSION, CONTROL, b"n" * 32, handshake.NO_SESSION))
     proof = line.read_exact(64)[32:]
     line.write(b"\x00\x00" + proof)
     thread.join(10)
@@ -253,7 +253,7 @@ def test_a_stranger_learns_neither_run_nor_node() -> None:
     for name in ("the-run", "node-a", "node-b", "instance"):
         assert name.encode() not in said
     assert sum(map(len, far.written)) == 64
-    assert sum(map(len, near.written)) == auth._HELLO.size
+    assert sum(map(len, near.written)) == handshake._HELLO.size
 
 
 def test_the_key_of_another_session_opens_no_stream() -> None:
@@ -290,7 +290,7 @@ def test_no_byte_of_a_handshake_can_be_changed(seed: int) -> None:
 
 def test_an_identity_without_bounds_is_not_read() -> None:
     line, far = Pipe.pair()
-    line.write(auth._HELLO.pack(b"KSPR", auth.VERSION, CONTROL, b"n" * 32, auth.NO_SESSION))
+    line.write(handshake._HELLO.pack(b"KSPR", handshake.VERSION, CONTROL, b"n" * 32, handshake.NO_SESSION))
     line.write(b"\xff\xff")
     with pytest.raises(AuthError, match="65535 bytes"):
         Listening.hear(far, B, key_of=lambda *_: b"k" * 32, binding=b"", deadline=time.monotonic() + 5)

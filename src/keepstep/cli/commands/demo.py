@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from keepstep.cli.story.play import run_demo
+    from keepstep.demo.script import run_demo
 
     with ended_in_order():
         return run_demo(out=args.out, steps=args.steps, seed=args.seed, script=args.script, console=Console())

@@ -21,11 +21,12 @@ from pathlib import Path
 import msgspec
 
 from keepstep._version import VERSION
-from keepstep.arena import room
-from keepstep.arena.segment import MADV_POPULATE_READ, SEALS, Segment
-from keepstep.cli.client import fetch_status, find_runs
+from keepstep.arena import memory_limits
+from keepstep.arena.memfd import MADV_POPULATE_READ, SEALS, Segment
+from keepstep.cli.keepers import find_runs
 from keepstep.cli.tables import format_bytes, format_seconds
 from keepstep.config import CONFIG_FILE, Config, as_environment, resolve
+from keepstep.control.status import fetch_status
 from keepstep.errors import Error
 from keepstep.identity import ensure_private, identify, runtime_dir
 
@@ -154,12 +155,12 @@ def check_runtime_dir(config: Config) -> list[Finding]:
 
 
 def check_memory(config: Config) -> list[Finding]:
-    found = room.measure()
+    found = memory_limits.measure()
     cgroup = "no cgroup limit"
     if found.cgroup_limit_bytes is not None:
         used = format_bytes(found.cgroup_used_bytes)
         cgroup = f"cgroup limit {format_bytes(found.cgroup_limit_bytes)} with {used} in use"
-    usable = found.free_bytes - room.RESERVE_BYTES
+    usable = found.free_bytes - memory_limits.RESERVE_BYTES
     text = f"{format_bytes(max(0, usable))} can be had (MemAvailable {format_bytes(found.available_bytes)}, {cgroup})"
     if usable <= 0:
         return [Finding("memory", PROBLEM, text, "raise the limit, or end what uses the memory")]

@@ -10,10 +10,10 @@ import argparse
 import math
 from collections.abc import Callable
 
-from keepstep.cli.client import add_choice, choose_run, settings
-from keepstep.cli.drills.bits import REGIONS, flip_bits
-from keepstep.cli.drills.deaths import kill_keeper, kill_node, kill_trainer
+from keepstep.cli.drills.bit_flips import REGIONS, flip_bits
+from keepstep.cli.drills.kills import kill_keeper, kill_node, kill_trainer
 from keepstep.cli.drills.outages import cut_link, freeze_peer
+from keepstep.cli.keepers import add_choice, choose_run, settings
 from keepstep.config import Config
 from keepstep.identity import Identity
 

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from keepstep import layout
-from keepstep.arena import header as h
+from keepstep.arena import records as h
 from keepstep.arena.slots import Arena
-from keepstep.cli.client import Borrowed, add_choice, borrow_arenas, choose_run, connect, settings
+from keepstep.cli.keepers import Borrowed, add_choice, borrow_arenas, choose_run, connect, settings
 from keepstep.cli.tables import format_bytes, format_seconds, make_table, open_console
 from keepstep.errors import IntegrityError, KeeperError
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 
-from keepstep.cli.client import add_choice, settings
+from keepstep.cli.keepers import add_choice, settings
 from keepstep.errors import ConfigError, KeeperError
 from keepstep.identity import identify
 from keepstep.keeper.__main__ import serve
-from keepstep.keeper.lease import AlreadyRunningError
+from keepstep.keeper.singleton import AlreadyRunningError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,9 +13,9 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from keepstep.cli.client import add_choice, choose_coordinator, connect, settings
+from keepstep.cli.keepers import add_choice, choose_coordinator, connect, settings
 from keepstep.cli.tables import count, make_table, open_console
-from keepstep.protocol import PlanIs, PlannedPiece, WantPlan
+from keepstep.control.messages import PlanIs, PlannedPiece, WantPlan
 from keepstep.recovery.plan import ranks_text
 
 WRONG_USAGE = 2

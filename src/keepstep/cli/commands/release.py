@@ -11,22 +11,13 @@ import os
 import select
 from dataclasses import dataclass
 
-from keepstep.cli.client import (
-    Run,
-    add_choice,
-    choose_run,
-    connect,
-    fetch_status,
-    find_meant,
-    find_runs,
-    peer_pid,
-    settings,
-)
+from keepstep.cli.keepers import Run, add_choice, choose_run, connect, find_meant, find_runs, peer_pid, settings
 from keepstep.cli.tables import format_bytes
 from keepstep.config import Config
+from keepstep.control.messages import Done, Release
+from keepstep.control.status import fetch_status
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
-from keepstep.protocol import Done, Release
 
 LEASED = "leased"
 
@@ -100,7 +91,7 @@ def _find_dead(config: Config) -> Run | None:
 
 
 def _sweep(identity: Identity) -> None:
-    from keepstep.keeper.lease import Post
+    from keepstep.keeper.singleton import Post
 
     Post(identity).close()
 

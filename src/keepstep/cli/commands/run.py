@@ -1,6 +1,6 @@
 """`keepstep run`: torchrun's own arguments, unchanged, with what keepstep needs filled in where it was left open.
 
-What is filled in, and nothing else, is in `keepstep/integrations/torchrun.py`.
+What is filled in, and nothing else, is in `keepstep/launcher/torchrun.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     from torch.distributed.run import main as torchrun
 
-    from keepstep.integrations.torchrun import torchrun_arguments
+    from keepstep.launcher.torchrun import torchrun_arguments
 
     torchrun(torchrun_arguments(arguments))
     return 0

@@ -17,10 +17,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from keepstep.cli.client import Run, add_choice, choose_run, fetch_status, find_runs, settings
-from keepstep.cli.cost import away_from, headline, newest_done, of_crash, unprotected
+from keepstep.cli.keepers import Run, add_choice, choose_run, find_runs, settings
+from keepstep.cli.risk import away_from, headline, newest_done, of_crash, unprotected
 from keepstep.cli.tables import count, format_bytes, format_seconds, format_step, make_table, open_console
 from keepstep.config import Config
+from keepstep.control.status import fetch_status
 from keepstep.errors import Error, KeeperError
 from keepstep.types import RankStatus, Status
 

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     host, port = parse_address(args.bind)
-    from keepstep.integrations.store import serve
+    from keepstep.launcher.store import serve
 
     with ended_in_order():
         store = serve(host, port)

@@ -10,9 +10,10 @@ import argparse
 
 import msgspec
 
-from keepstep.cli.client import add_choice, choose_run, connect, fetch_status, settings
+from keepstep.cli.keepers import add_choice, choose_run, connect, settings
 from keepstep.cli.tables import count, format_bytes, make_table, open_console
-from keepstep.protocol import Verified, VerifyResult, WantVerify
+from keepstep.control.messages import Verified, VerifyResult, WantVerify
+from keepstep.control.status import fetch_status
 from keepstep.types import SlotStatus, Status
 
 UNSOUND = 3

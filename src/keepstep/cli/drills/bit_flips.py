@@ -6,11 +6,11 @@ import argparse
 import random
 from dataclasses import dataclass
 
-from keepstep.arena import header as h
-from keepstep.arena.header import PAGE, KeeperHeader, TrainerHeader
+from keepstep.arena import records as h
+from keepstep.arena.records import PAGE, KeeperHeader, TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, Span
-from keepstep.cli.client import Borrowed, borrow_arenas, connect
 from keepstep.cli.drills.asking import NOT_CONFIRMED, confirmed
+from keepstep.cli.keepers import Borrowed, borrow_arenas, connect
 from keepstep.cli.tables import count
 from keepstep.config import Config
 from keepstep.errors import IntegrityError, KeeperError

@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import signal
 
-from keepstep.cli.client import connect, fetch_status, peer_pid
-from keepstep.cli.cost import losses_left, newest_done, of_dead_node
 from keepstep.cli.drills.asking import NOT_CONFIRMED, confirmed
 from keepstep.cli.drills.processes import (
     ask_status,
@@ -17,9 +15,12 @@ from keepstep.cli.drills.processes import (
     send,
     wait_until_dead,
 )
+from keepstep.cli.keepers import connect, peer_pid
+from keepstep.cli.risk import losses_left, newest_done, of_dead_node
 from keepstep.cli.tables import count
-from keepstep.client import KeeperClient
 from keepstep.config import Config
+from keepstep.control.client import KeeperClient
+from keepstep.control.status import fetch_status
 from keepstep.errors import KeeperError
 from keepstep.identity import Identity
 from keepstep.types import RankStatus, Status

@@ -12,15 +12,16 @@ import signal
 import time
 from collections.abc import Callable
 
-from keepstep.cli.client import connect, fetch_status, peer_pid
-from keepstep.cli.cost import away_from, newest_done
 from keepstep.cli.drills.asking import NOT_CONFIRMED, confirmed
 from keepstep.cli.drills.processes import ask_status, check_same_namespace, open_pidfd, send
+from keepstep.cli.keepers import connect, peer_pid
+from keepstep.cli.risk import away_from, newest_done
 from keepstep.cli.signals import ended_in_order
 from keepstep.config import Config
+from keepstep.control.messages import CutLinks, Done
+from keepstep.control.status import fetch_status
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
-from keepstep.protocol import CutLinks, Done
 from keepstep.types import Status
 
 HEAL_S = 60.0

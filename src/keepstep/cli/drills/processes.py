@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.cli.client import peer_pid
-from keepstep.client import KeeperClient
+from keepstep.cli.keepers import peer_pid
 from keepstep.config import Config
+from keepstep.control.client import KeeperClient
+from keepstep.control.messages import ProcessesAre, StatusIs, WantProcesses, WantStatus
 from keepstep.errors import KeeperError
-from keepstep.protocol import ProcessesAre, StatusIs, WantProcesses, WantStatus
 from keepstep.types import Status
 
 DIE_S = 10.0

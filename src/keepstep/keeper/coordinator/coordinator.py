@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import msgspec
 
-from keepstep.keeper import counting, granting, planning, taking_over, watermarks
-from keepstep.keeper.board import GATHERING, RESTORING, SERVING, Board
-from keepstep.keeper.words import Report
-from keepstep.protocol import NodeCard
+from keepstep.control.messages import NodeCard
+from keepstep.keeper.coordinator import counting, grants, protection, restore, takeover
+from keepstep.keeper.coordinator.messages import Report
+from keepstep.keeper.coordinator.state import GATHERING, RESTORING, SERVING, Board
 
 
 class Job(Board):
@@ -64,14 +64,14 @@ class Job(Board):
         """Move on as far as what is known allows. True when the orders have changed."""
         before = self.orders
         if self.state == GATHERING:
-            taking_over.gather(self, now)
+            takeover.gather(self, now)
         if self.state == RESTORING:
-            planning.restore(self, now)
+            restore.restore(self, now)
         if self.state == SERVING:
-            granting.settle(self, now)
-            watermarks.protect(self, now)
-            watermarks.expose(self, now)
-            granting.grant(self, now)
+            grants.settle(self, now)
+            protection.protect(self, now)
+            protection.expose(self, now)
+            grants.grant(self, now)
             self._finish()
         if self.orders is not before and self.orders.retain != before.retain:
             self.rooms.clear()

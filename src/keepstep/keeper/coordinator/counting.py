@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from keepstep.keeper import planning, watermarks
-from keepstep.keeper.board import Board
-from keepstep.keeper.words import Report
+from keepstep.keeper.coordinator import protection, restore
+from keepstep.keeper.coordinator.messages import Report
+from keepstep.keeper.coordinator.state import Board
 
 
 def count(board: Board, report: Report, now: float) -> None:
@@ -34,11 +34,11 @@ def count(board: Board, report: Report, now: float) -> None:
                     board.advanced_at = now  # slow, but it comes: nobody is asked to go on without it
                 board.moved[node] = exchange.moved_bytes
             if exchange.problem and node not in board.placed:
-                watermarks.abandon(board, f"{node}: {exchange.problem}", now)
+                protection.abandon(board, f"{node}: {exchange.problem}", now)
     for failure in report.failures:
         if failure.plan == board.plan_number:
-            planning.exclude(board, failure)
-    watermarks.check_damage(board, report, now)
+            restore.exclude(board, failure)
+    protection.check_damage(board, report, now)
 
 
 def _keep(found: set[str], node_id: str, belongs: bool) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from keepstep.keeper.words import Audit, AuditAnswer, ClassDigest, Unit
-from keepstep.parity import field
+from keepstep.keeper.coordinator.messages import Audit, AuditAnswer, ClassDigest, Unit
+from keepstep.parity import galois
 from keepstep.parity.code import coefficients
 
 MAX_CHUNKS = 64
@@ -128,7 +128,7 @@ def _odd_pieces(held: dict[int, Unit], k: int, m: int) -> list[int]:
             rest[row] = held[k + row].digest
             for source in range(k):  # absent at the end of the stream: zero
                 if source in held:
-                    rest[row] = field.add(rest[row], field.scale(factors[source], held[source].digest))
+                    rest[row] = galois.add(rest[row], galois.scale(factors[source], held[source].digest))
     wrong = [row for row, value in rest.items() if any(value)]
     if not wrong:
         return []
@@ -142,7 +142,7 @@ def _odd_pieces(held: dict[int, Unit], k: int, m: int) -> list[int]:
 
 def _explains(source: int, rest: dict[int, bytes], k: int, m: int) -> bool:
     """Whether what is left over in all rows is one change of this source."""
-    changes = {field.scale(field.inv(coefficients(m, row, k)[source]), value) for row, value in rest.items()}
+    changes = {galois.scale(galois.inv(coefficients(m, row, k)[source]), value) for row, value in rest.items()}
     return len(changes) == 1
 
 

@@ -6,9 +6,9 @@ import math
 
 import msgspec
 
-from keepstep.keeper.board import Board, OpenGrant, View
-from keepstep.keeper.comparing import Comparison, odd_class
-from keepstep.keeper.words import Audit, GrantOrder, Outcome
+from keepstep.keeper.coordinator.divergence import Comparison, odd_class
+from keepstep.keeper.coordinator.messages import Audit, GrantOrder, Outcome
+from keepstep.keeper.coordinator.state import Board, OpenGrant, View
 from keepstep.types import Version
 
 MAX_LEAD = 64

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from keepstep.protocol import NodeCard
+from keepstep.control.messages import NodeCard
 from keepstep.recovery.inventory import Inventory, SetKey
 from keepstep.recovery.plan import Piece
 from keepstep.types import Incarnation, Version

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from keepstep.keeper.board import Board
-from keepstep.keeper.words import Report
+from keepstep.keeper.coordinator.messages import Report
+from keepstep.keeper.coordinator.state import Board
 
 
 def protect(board: Board, now: float) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from keepstep.keeper.board import RESTORING, SERVING, Board
-from keepstep.keeper.words import Failure, RestoreOrder
+from keepstep.keeper.coordinator.messages import Failure, RestoreOrder
+from keepstep.keeper.coordinator.state import RESTORING, SERVING, Board
 from keepstep.recovery.inventory import Inventory
 from keepstep.recovery.plan import Piece, Plan, covering, plan, stands
 from keepstep.types import Version

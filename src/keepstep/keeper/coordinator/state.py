@@ -13,9 +13,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from keepstep.keeper.comparing import Comparison
-from keepstep.keeper.words import MAX_OUTCOMES, GrantSaid, GroupOrder, Orders, Outcome, Report, RestoreOrder
-from keepstep.protocol import NodeCard
+from keepstep.control.messages import NodeCard
+from keepstep.keeper.coordinator.divergence import Comparison
+from keepstep.keeper.coordinator.messages import (
+    MAX_OUTCOMES,
+    GrantSaid,
+    GroupOrder,
+    Orders,
+    Outcome,
+    Report,
+    RestoreOrder,
+)
 from keepstep.recovery.inventory import Inventory, SetKey
 from keepstep.recovery.plan import Plan
 from keepstep.types import Incarnation, Version

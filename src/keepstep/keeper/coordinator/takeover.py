@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from keepstep.keeper import counting, watermarks
-from keepstep.keeper.board import RESTORING, SERVING, Board, OpenGrant
-from keepstep.keeper.words import GrantOrder, GroupOrder, Orders, Report, RestoreOrder
+from keepstep.keeper.coordinator import counting, protection
+from keepstep.keeper.coordinator.messages import GrantOrder, GroupOrder, Orders, Report, RestoreOrder
+from keepstep.keeper.coordinator.state import RESTORING, SERVING, Board, OpenGrant
 from keepstep.parity.placement import Place, cut_groups, keep_positions
 from keepstep.recovery.plan import OWN, Piece
 from keepstep.types import Version
@@ -48,7 +48,7 @@ def gather(board: Board, now: float) -> None:
         return
     _take_over(board, newest, reports, now)
     if board.orders.target is not None and not stood:
-        watermarks.abandon(board, "its groups are not known any more", now)  # parity of two placements must not mix
+        protection.abandon(board, "its groups are not known any more", now)  # parity of two placements must not mix
 
 
 def _take_over(board: Board, newest: Orders, reports: list[Report], now: float) -> None:

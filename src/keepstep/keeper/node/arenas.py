@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from keepstep.arena.header import Ledger
+from keepstep.arena.records import Ledger
+from keepstep.control.messages import ArenaGiven
 from keepstep.errors import KeeperError
-from keepstep.keeper import events as e
-from keepstep.keeper import members, snapshots
-from keepstep.keeper.node import COMMITTED, MAX_DAMAGED, ArenaState, Member, Node, Page, Slot
-from keepstep.keeper.words import Orders, Outcome
-from keepstep.protocol import ArenaGiven, ArenaNeed
+from keepstep.keeper.coordinator.messages import Orders, Outcome
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node import snapshots, trainers
+from keepstep.keeper.node.state import COMMITTED, MAX_DAMAGED, ArenaState, Member, Node, Page, Slot
+from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import SetKey
 from keepstep.types import Incarnation
 
@@ -44,7 +45,7 @@ def arena_added(node: Node, event: e.ArenaAdded) -> None:
         node.write_ledger()
     _adopt_ledger(node, event)
     if event.writer is not None and all(m.pid != event.writer.pid for m in node.members.values()):
-        members.stranger_found(node, event.writer.pid, event.writer.incarnation)
+        trainers.stranger_found(node, event.writer.pid, event.writer.incarnation)
     if event.grant is not None:
         known = node.last_grant.get(event.local_index)
         newest = (event.grant.incarnation, event.grant.serial)
@@ -87,7 +88,7 @@ def _adopt_ledger(node: Node, event: e.ArenaAdded) -> None:
         _adopt_orders(node, ledger)
 
 
-def _fits(need: ArenaNeed, capacity: ArenaNeed) -> bool:
+def _fits(need: SnapshotSize, capacity: SnapshotSize) -> bool:
     return (
         need.layout_bytes <= capacity.layout_bytes
         and need.values_bytes <= capacity.values_bytes

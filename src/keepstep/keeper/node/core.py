@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.keeper import arenas, following, members, protecting, restoring, snapshots
-from keepstep.keeper import events as e
-from keepstep.keeper.node import Node, Page
+from keepstep.keeper.node import arenas, orders, protection, restore, snapshots, trainers
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node.state import Node, Page
 
 
 class Core(Node):
@@ -35,7 +35,7 @@ class Core(Node):
         self.now = max(now, self.now)
         self.effects, self.touched = [], True
         _DISPATCH[type(event)](self, event)
-        following.follow(self)
+        orders.follow(self)
         self._watch_lease()
         said_last, self.said_last = self.said_last, []
         return [*self.effects, *said_last]
@@ -72,31 +72,31 @@ def _sealed(node: Node, event: e.SlotSealed) -> None:
 
 
 def _tick(node: Node, event: e.Tick) -> None:
-    members.try_open(node)
-    members.watch_orphans(node)
-    following.watch_peers(node)
+    trainers.try_open(node)
+    trainers.watch_orphans(node)
+    orders.watch_peers(node)
 
 
 _DISPATCH: dict[type, Callable[[Node, Any], None]] = {
-    e.TrainerRegisters: members.register,
-    e.LauncherSeen: members.launcher_seen,
-    e.ProcessDied: members.died,
-    e.TrainerLeaves: members.leaves,
+    e.TrainerRegisters: trainers.register,
+    e.LauncherSeen: trainers.launcher_seen,
+    e.ProcessDied: trainers.died,
+    e.TrainerLeaves: trainers.leaves,
     e.ArenaWanted: arenas.arena_wanted,
     e.ArenaAdded: arenas.arena_added,
     e.ArenaRefused: arenas.arena_refused,
     e.SnapshotCommitted: snapshots.committed,
     e.GrantVoid: snapshots.void,
     e.SlotSealed: _sealed,
-    e.SlotVerified: restoring.verified,
-    e.RestoreWanted: restoring.restore_wanted,
-    e.RankLoaded: restoring.loaded,
+    e.SlotVerified: restore.verified,
+    e.RestoreWanted: restore.restore_wanted,
+    e.RankLoaded: restore.loaded,
     e.Tick: _tick,
-    e.MembersSet: following.members_set,
-    e.PeerSaid: following.peer_said,
-    e.PeerLink: following.peer_link,
-    e.BroughtIn: restoring.brought_in,
-    e.ParityPlaced: protecting.placed,
-    e.ExchangeMoved: protecting.moved,
-    e.SharesRead: following.shares_read,
+    e.MembersSet: orders.members_set,
+    e.PeerSaid: orders.peer_said,
+    e.PeerLink: orders.peer_link,
+    e.BroughtIn: restore.brought_in,
+    e.ParityPlaced: protection.placed,
+    e.ExchangeMoved: protection.moved,
+    e.SharesRead: orders.shares_read,
 }

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.arena.header import Grant, Ledger, Progress
-from keepstep.keeper.words import Audit, AuditAnswer, ClassDigest, Failure, Orders, Report
-from keepstep.protocol import ArenaNeed, Membership, NodeCard, Register
+from keepstep.arena.records import Grant, Ledger, Progress
+from keepstep.control.messages import Membership, NodeCard, Register
+from keepstep.keeper.coordinator.messages import Audit, AuditAnswer, ClassDigest, Failure, Orders, Report
+from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import ParitySet, SetKey
 from keepstep.recovery.plan import Piece
 from keepstep.types import Version
@@ -62,7 +63,7 @@ class ProcessDied:
 class ArenaWanted:
     conn: Conn
     ticket: int
-    need: ArenaNeed
+    need: SnapshotSize
     slots: int
     memory_limit_bytes: int
 
@@ -75,7 +76,7 @@ class ArenaAdded:
     local_index: int
     generation: int
     size_bytes: int
-    capacity: ArenaNeed
+    capacity: SnapshotSize
     slots: tuple[SlotFound, ...]
     ledger: Ledger | None
     grant: Grant | None

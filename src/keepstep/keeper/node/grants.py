@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep.keeper.words import ClassDigest, GrantOrder, GrantSaid
-from keepstep.parity.field import add
+from keepstep.keeper.coordinator.messages import ClassDigest, GrantOrder, GrantSaid
+from keepstep.parity.galois import add
 from keepstep.types import Version
 
 

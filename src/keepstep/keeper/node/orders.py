@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import msgspec
 
-from keepstep.keeper import events as e
-from keepstep.keeper import protecting, restoring, snapshots
-from keepstep.keeper.board import GATHERING, Terms
-from keepstep.keeper.job import Job
-from keepstep.keeper.node import COMMITTED, CORRUPT, RESTORING, SERVING, Node
-from keepstep.keeper.words import GrantOrder, Orders, Report
-from keepstep.protocol import Done, NodeCard
+from keepstep.control.messages import Done, NodeCard
+from keepstep.keeper.coordinator.coordinator import Job
+from keepstep.keeper.coordinator.messages import GrantOrder, Orders, Report
+from keepstep.keeper.coordinator.state import GATHERING, Terms
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node import protection, restore, snapshots
+from keepstep.keeper.node.state import COMMITTED, CORRUPT, RESTORING, SERVING, Node
 from keepstep.types import Version
 
 HEARTBEAT_S = 0.5
@@ -42,7 +42,7 @@ def follow(node: Node) -> None:
             take_orders(node, node.orders)  # they may have come before this node served
         _report(node)
     if node.state == SERVING:
-        restoring.answer(node)
+        restore.answer(node)
 
 
 def appoint(node: Node) -> None:
@@ -162,7 +162,7 @@ def report_of(node: Node) -> Report:
     said = tuple(word for grant in node.grants.open if (word := grant.said()) is not None)
     opened = tuple(GrantOrder(grant.serial, grant.step) for grant in node.grants.open)
     whole, loaded = node.whole(), node.all_loaded()
-    inventory = node.inventory() if node.state == RESTORING and restoring.inventory_ready(node) else None
+    inventory = node.inventory() if node.state == RESTORING and restore.inventory_ready(node) else None
     damaged: set[Version] = set()
     if "corrupt_slots" in node.counters:
         damaged = {s.version for a in node.arenas.values() for s in a.slots if s.state == CORRUPT and s.version}
@@ -247,7 +247,7 @@ def take_orders(node: Node, orders: Orders) -> bool:
         node.orders, node.orders_from_ledger = orders, False
     newest = node.orders
     if newest is not None and newest.restore is not None:
-        restoring.take_plan(node, newest.restore)
+        restore.take_plan(node, newest.restore)
     if newest is None or node.state != SERVING or not (newest.restore is None or newest.restore.begin):
         return fresh
     before = node.kept
@@ -271,7 +271,7 @@ def _keep(node: Node, before: Orders) -> None:
         node.remembered = max(node.remembered or kept.complete, kept.complete)
     if before.retain != kept.retain or before.protected_by != kept.protected_by:
         snapshots.drop_old_arenas(node)
-    protecting.take_orders(node)
+    protection.take_orders(node)
     if kept.audit != before.audit:
         node.audit = None  # the answer to the question before is large, and in every report
         if kept.audit is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from keepstep.keeper import events as e
-from keepstep.keeper.node import Node
-from keepstep.keeper.words import Exchange
+from keepstep.keeper.coordinator.messages import Exchange
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node.state import Node
 from keepstep.recovery.inventory import SetKey
 
 

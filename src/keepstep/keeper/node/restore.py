@@ -7,12 +7,12 @@ ready (BEGIN), so every rank restores the same version or none does.
 
 from __future__ import annotations
 
+from keepstep.control.messages import RestoreFrom
 from keepstep.errors import Error, IntegrityError, KeeperError, RecoveryError
-from keepstep.keeper import events as e
-from keepstep.keeper import snapshots
-from keepstep.keeper.node import COMMITTED, CORRUPT, FREE, RESTORING, SEALED, SERVING, Member, Node, Place
-from keepstep.keeper.words import Failure, RestoreOrder
-from keepstep.protocol import RestoreFrom
+from keepstep.keeper.coordinator.messages import Failure, RestoreOrder
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node import snapshots
+from keepstep.keeper.node.state import COMMITTED, CORRUPT, FREE, RESTORING, SEALED, SERVING, Member, Node, Place
 from keepstep.recovery.plan import OWN, REBUILD, Piece
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from keepstep.arena.header import Grant
-from keepstep.keeper import events as e
-from keepstep.keeper.grants import OpenGrant
-from keepstep.keeper.node import COMMITTED, CORRUPT, FREE, GRANTED, SEALED, SERVING, Member, Node, Page, Slot
-from keepstep.keeper.words import GrantOrder, Orders, Outcome
-from keepstep.protocol import Complete, Protected, Voided
+from keepstep.arena.records import Grant
+from keepstep.control.messages import Complete, Protected, Voided
+from keepstep.keeper.coordinator.messages import GrantOrder, Orders, Outcome
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node.grants import OpenGrant
+from keepstep.keeper.node.state import COMMITTED, CORRUPT, FREE, GRANTED, SEALED, SERVING, Member, Node, Page, Slot
 from keepstep.types import Incarnation, Version
 
 # Of one rank, before all are back: it has at most so many grants open.

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep.arena.header import Grant, Ledger
+from keepstep.arena.records import Grant, Ledger
+from keepstep.control.messages import Membership, NodeCard, Refused, Register
 from keepstep.errors import Error
-from keepstep.keeper import events as e
-from keepstep.keeper.grants import Grants
-from keepstep.keeper.job import Job
-from keepstep.keeper.words import Audit, AuditAnswer, Exchange, Failure, Orders, RestoreOrder
-from keepstep.protocol import ArenaNeed, Membership, NodeCard, Refused, Register
+from keepstep.keeper.coordinator.coordinator import Job
+from keepstep.keeper.coordinator.messages import Audit, AuditAnswer, Exchange, Failure, Orders, RestoreOrder
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node.grants import Grants
+from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.types import Incarnation, Version
 
@@ -60,7 +61,7 @@ class ArenaState:
     local_index: int
     generation: int
     size_bytes: int
-    capacity: ArenaNeed
+    capacity: SnapshotSize
     slots: list[Slot]
     evidence: bool = False
     """a trainer that cannot be killed may still write into it: nothing new goes there"""

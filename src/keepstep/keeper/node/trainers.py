@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from keepstep.arena.slots import MAX_SLOTS
+from keepstep.control.messages import Register, Registered
 from keepstep.errors import Error, KeeperError
-from keepstep.keeper import events as e
-from keepstep.keeper import restoring, snapshots
-from keepstep.keeper.grants import Grants
-from keepstep.keeper.node import (
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node import restore, snapshots
+from keepstep.keeper.node.grants import Grants
+from keepstep.keeper.node.state import (
     COMMITTED,
     FENCING,
     FREE,
@@ -20,7 +21,6 @@ from keepstep.keeper.node import (
     Node,
     Opening,
 )  # fmt: skip
-from keepstep.protocol import Register, Registered
 from keepstep.types import Incarnation
 
 
@@ -177,7 +177,7 @@ def _begin_life(node: Node, opening: Opening) -> None:
     node.members, node.restore_requests, node.loaded_requests = {}, [], []
     node.grants, node.orders, node.job, node.settled = Grants(), None, None, 0
     node.state = RESTORING
-    restoring.forget(node)
+    restore.forget(node)
     node.last_grant.clear()
     node.progress.clear()
     node.early.clear()
@@ -256,7 +256,7 @@ def died(node: Node, event: e.ProcessDied) -> None:
             node.count("trainer_deaths", 0 if member.finished else 1)
             node.log("info", "trainer ended", rank=member.register.rank, pid=member.pid)
             node.grants.withdraw(member.index, member.register.rank, "its trainer ended")
-            restoring.fail_loading(node, restoring.ended_meanwhile(member.register.rank))
+            restore.fail_loading(node, restore.ended_meanwhile(member.register.rank))
     try_open(node)
     snapshots.advance(node)
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from keepstep.control.messages import PlanIs, PlannedPiece
 from keepstep.errors import KeeperError
-from keepstep.keeper.board import SERVING
-from keepstep.keeper.job import Job
-from keepstep.keeper.node import Node
-from keepstep.keeper.words import Report
-from keepstep.protocol import PlanIs, PlannedPiece
+from keepstep.keeper.coordinator.coordinator import Job
+from keepstep.keeper.coordinator.messages import Report
+from keepstep.keeper.coordinator.state import SERVING
+from keepstep.keeper.node.state import Node
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet
 from keepstep.recovery.plan import OWN, PEER, Piece, Plan, plan
 

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 import msgspec
 import xxhash
 
+from keepstep.arena import manifest as manifests
 from keepstep.arena.chunks import LAYOUT, UNIQUE, VALUES, Chunk, chunk_spans, read_table, region_spans
 from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot
 from keepstep.errors import Error, IntegrityError
-from keepstep.keeper import manifest as manifests
-from keepstep.keeper.holdings import Holdings, KnownHoldings, decode_layout
+from keepstep.keeper.workers.layout_index import Holdings, KnownHoldings, decode_layout
 from keepstep.layout import Layout, num_chunks
-from keepstep.parity.held import META as META_AT
-from keepstep.parity.held import HeldParity
-from keepstep.peers.base import Body, Refusal
+from keepstep.parity.parity_buffer import META as META_AT
+from keepstep.parity.parity_buffer import HeldParity
 from keepstep.recovery.inventory import SetKey
 from keepstep.recovery.plan import Rebuild
+from keepstep.transport.interface import Body, Refusal
 from keepstep.types import Version
 
 MAX_BOOKS = 64

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from keepstep.arena.segment import Segment
+from keepstep.arena.manifest import MAX_MANIFEST_BYTES
+from keepstep.arena.memfd import Segment
 from keepstep.errors import KeeperError
-from keepstep.keeper.manifest import MAX_MANIFEST_BYTES
-from keepstep.keeper.reach import Reach
-from keepstep.keeper.rows import ASKING, RECOVERING, Row, Rows, Source, SourceFailedError, fetch_bytes
-from keepstep.keeper.shelf import STOCK, STREAM, Stocked, Wanted
+from keepstep.keeper.transfer.chunk_store import STOCK, STREAM, Stocked, Wanted
+from keepstep.keeper.transfer.reach import Reach
+from keepstep.keeper.transfer.stripe_reads import ASKING, RECOVERING, Row, Rows, Source, SourceFailedError, fetch_bytes
 from keepstep.layout import CHUNK_BYTES, SHARE, Stream, align
 from keepstep.parity.code import Code
 from keepstep.parity.placement import ShareMap

@@ -19,18 +19,20 @@ import msgspec
 import xxhash
 
 from keepstep import layout as layouts
-from keepstep.arena import header as h
+from keepstep.arena import manifest as manifests
+from keepstep.arena import records as h
 from keepstep.arena.chunks import LAYOUT, SHARED, VALUES, Chunk, chunk_spans
-from keepstep.arena.header import KeeperHeader, TrainerHeader
+from keepstep.arena.manifest import MAX_MANIFEST_BYTES, NodeManifest, RankManifest, TableChunk
+from keepstep.arena.records import KeeperHeader, TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena, trainer_digest
 from keepstep.errors import Error, IntegrityError
-from keepstep.keeper import events as e
-from keepstep.keeper import manifest as manifests
-from keepstep.keeper.gathering import Stock
-from keepstep.keeper.manifest import MAX_MANIFEST_BYTES, NodeManifest, RankManifest, TableChunk
-from keepstep.keeper.reach import Reach
-from keepstep.keeper.rebuilding import Lost, Stripes, ask
-from keepstep.keeper.rows import (
+from keepstep.keeper.coordinator.messages import Failure
+from keepstep.keeper.node import events as e
+from keepstep.keeper.transfer.chunk_store import DATA, MANIFEST, META, Wanted
+from keepstep.keeper.transfer.fetch_replicas import Stock
+from keepstep.keeper.transfer.reach import Reach
+from keepstep.keeper.transfer.rebuild import Lost, Stripes, ask
+from keepstep.keeper.transfer.stripe_reads import (
     ASKING,
     RECOVERING,
     Row,
@@ -40,12 +42,10 @@ from keepstep.keeper.rows import (
     StoppedError,
     fetch_bytes,
 )  # fmt: skip
-from keepstep.keeper.shelf import DATA, MANIFEST, META, Wanted
-from keepstep.keeper.words import Failure
 from keepstep.layout import CHUNK_BYTES
-from keepstep.parity.held import Meta
-from keepstep.peers.base import FetchError
+from keepstep.parity.parity_buffer import Meta
 from keepstep.recovery.plan import Piece
+from keepstep.transport.interface import FetchError
 
 log = logging.getLogger("keepstep.keeper")
 

@@ -18,26 +18,26 @@ from pathlib import Path
 
 import msgspec
 
+from keepstep.arena.manifest import RankManifest
 from keepstep.arena.slots import Arena
 from keepstep.config import Config
+from keepstep.control.messages import NodeCard, RestoreFrom
 from keepstep.errors import ConfigError, Error
 from keepstep.identity import Identity
-from keepstep.keeper import events as e
-from keepstep.keeper import words
-from keepstep.keeper.bringing import Bringing
-from keepstep.keeper.exchange import Exchange, Pool
-from keepstep.keeper.gathering import Gathered, gather
-from keepstep.keeper.manifest import RankManifest
-from keepstep.keeper.reach import Reach
-from keepstep.keeper.rebuilding import Helper
-from keepstep.keeper.rows import SourceFailedError, StoppedError
-from keepstep.keeper.shelf import Shelf
+from keepstep.keeper.coordinator import messages
+from keepstep.keeper.node import events as e
+from keepstep.keeper.transfer.chunk_store import Shelf
+from keepstep.keeper.transfer.fetch_replicas import Gathered, gather
+from keepstep.keeper.transfer.fetch_snapshot import Bringing
+from keepstep.keeper.transfer.protect import Exchange, Pool
+from keepstep.keeper.transfer.reach import Reach
+from keepstep.keeper.transfer.rebuild import Helper
+from keepstep.keeper.transfer.stripe_reads import SourceFailedError, StoppedError
 from keepstep.layout import Stream
-from keepstep.parity.held import HeldParity
-from keepstep.peers.base import Peer
-from keepstep.peers.tcp import TcpPeers
-from keepstep.protocol import NodeCard, RestoreFrom
+from keepstep.parity.parity_buffer import HeldParity
 from keepstep.recovery.inventory import ParitySet, SetKey
+from keepstep.transport.interface import Peer
+from keepstep.transport.tcp import TcpPeers
 from keepstep.types import Version
 
 log = logging.getLogger("keepstep.keeper")
@@ -127,7 +127,7 @@ class Network:
 
     def _message(self, node_id: str, data: bytes) -> None:
         try:
-            word = words.decode(data)
+            word = messages.decode(data)
         except (msgspec.DecodeError, ValueError) as error:
             log.warning("a peer's word was not understood", extra={"peer": node_id, "reason": str(error)})
             return
@@ -174,7 +174,7 @@ class Network:
             self.peers.admit(self._secret)
 
     def tell(self, effect: e.Tell) -> None:
-        self.peers.send(effect.node_id, words.encode(effect.word))
+        self.peers.send(effect.node_id, messages.encode(effect.word))
 
     def start_exchange(self, effect: e.StartExchange) -> None:
         self._exchange = Exchange(

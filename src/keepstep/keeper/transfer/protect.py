@@ -14,17 +14,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from keepstep.arena import room
+from keepstep.arena import manifest as manifests
+from keepstep.arena import memory_limits
+from keepstep.arena.manifest import MAX_MANIFEST_BYTES, NodeManifest
 from keepstep.errors import Error
-from keepstep.keeper import events as e
-from keepstep.keeper import manifest as manifests
-from keepstep.keeper.manifest import MAX_MANIFEST_BYTES, NodeManifest
-from keepstep.keeper.reach import Reach
-from keepstep.keeper.rows import EXCHANGING, Row, Rows, Source, SourceFailedError, StoppedError, fetch_bytes
-from keepstep.keeper.shelf import CHECK, DATA, MANIFEST, Shelf, Wanted
+from keepstep.keeper.node import events as e
+from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, Shelf, Wanted
+from keepstep.keeper.transfer.reach import Reach
+from keepstep.keeper.transfer.stripe_reads import (
+    EXCHANGING,
+    Row,
+    Rows,
+    Source,
+    SourceFailedError,
+    StoppedError,
+    fetch_bytes,
+)
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import Code
-from keepstep.parity.held import HeldParity, Meta, size_needed
+from keepstep.parity.parity_buffer import HeldParity, Meta, size_needed
 from keepstep.parity.placement import Placement
 from keepstep.recovery.inventory import ParitySet
 
@@ -63,7 +71,7 @@ class Pool:
                 held.close()
         if chosen is not None:
             return chosen
-        room.check(size_bytes, "the parity of this node", room=room.measure(), memory_limit_bytes=0)
+        memory_limits.check(size_bytes, "the parity of this node", room=memory_limits.measure(), memory_limit_bytes=0)
         return HeldParity.create(size_bytes)
 
     @property

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 import xxhash
 
-from keepstep.keeper.shelf import Shelf
-from keepstep.peers.base import Fetched, FetchError, Peers, Refusal
+from keepstep.keeper.transfer.chunk_store import Shelf
+from keepstep.transport.interface import Fetched, FetchError, Peers, Refusal
 
 
 class Reach:

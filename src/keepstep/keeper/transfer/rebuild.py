@@ -14,19 +14,19 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
+from keepstep.arena import manifest as manifests
+from keepstep.arena.manifest import NodeManifest, TableChunk
 from keepstep.errors import IntegrityError, KeeperError
-from keepstep.keeper import manifest as manifests
-from keepstep.keeper.manifest import NodeManifest, TableChunk
-from keepstep.keeper.reach import Reach
-from keepstep.keeper.rows import HELPING, Row, Rows, Source, SourceFailedError, StoppedError
-from keepstep.keeper.shelf import DATA, PARITY, REBUILT, Wanted
+from keepstep.keeper.transfer.chunk_store import DATA, PARITY, REBUILT, Wanted
+from keepstep.keeper.transfer.reach import Reach
+from keepstep.keeper.transfer.stripe_reads import HELPING, Row, Rows, Source, SourceFailedError, StoppedError
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import Code
-from keepstep.parity.held import Meta
+from keepstep.parity.parity_buffer import Meta
 from keepstep.parity.placement import Placement
-from keepstep.peers.base import Body, Refusal
 from keepstep.recovery.inventory import SetKey
 from keepstep.recovery.plan import Rebuild
+from keepstep.transport.interface import Body, Refusal
 
 MAX_METAS = 4
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from keepstep.arena.slots import Arena
-from keepstep.keeper.gathering import Gathered
-from keepstep.keeper.shelf import Book, open_book
+from keepstep.control.messages import RestoreFrom, StreamSource
+from keepstep.keeper.transfer.chunk_store import Book, open_book
+from keepstep.keeper.transfer.fetch_replicas import Gathered
 from keepstep.layout import Stream
-from keepstep.protocol import RestoreFrom, StreamSource
 
 
 @dataclass

@@ -15,9 +15,9 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from keepstep.keeper.reach import Reach
+from keepstep.keeper.transfer.reach import Reach
 from keepstep.layout import CHUNK_BYTES
-from keepstep.peers.base import Fetched, FetchError
+from keepstep.transport.interface import Fetched, FetchError
 
 MAX_DEPTH = 16
 RETRY_S = 0.2

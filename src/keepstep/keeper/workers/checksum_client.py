@@ -19,9 +19,11 @@ from collections.abc import Callable, Sequence
 
 from keepstep.arena.chunks import Chunk
 from keepstep.arena.slots import DIGEST_BYTES, Arena
-from keepstep.keeper import reader as r
+from keepstep.keeper.workers import checksum_worker as r
 
 log = logging.getLogger("keepstep.keeper")
+
+WORKER = "keepstep.keeper.workers.checksum_worker"
 
 AGAIN_S = 60.0
 """until a reader that has failed is replaced: memory that is bad would end the next one too"""
@@ -161,7 +163,7 @@ class Reading:
         with others:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "keepstep.keeper.reader", str(others.fileno()), str(self._threads)],
+                    [sys.executable, "-m", WORKER, str(others.fileno()), str(self._threads)],
                     pass_fds=[others.fileno()], start_new_session=True,
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 )  # fmt: skip

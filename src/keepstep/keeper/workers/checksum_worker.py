@@ -1,4 +1,6 @@
-"""`python -m keepstep.keeper.reader FD THREADS`: checksums of large slots, for the keeper, in a process that maps them.
+"""Checksum worker: hashes large slots in a process that maps them.
+
+Started by the keeper as `python -m keepstep.keeper.workers.checksum_worker FD THREADS`.
 
 Mapped memory is read once, in place: half the time and half the CPU of reading it through a descriptor. But a page
 that the machine has lost ends whoever touches it (SIGBUS), and pages that are mapped count for the OOM killer. So not
@@ -24,7 +26,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from keepstep.arena.segment import Mapping, Segment
+from keepstep.arena.memfd import Mapping, Segment
 
 SPAN, SERIAL = struct.Struct("<QQ"), struct.Struct("<Q")
 MOST_SPANS = 4096

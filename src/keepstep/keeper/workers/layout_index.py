@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from keepstep import layout as layouts
-from keepstep.arena.header import TrainerHeader
+from keepstep.arena.records import TrainerHeader
 from keepstep.errors import IntegrityError
 from keepstep.layout import CHUNK_BYTES, Stream
 

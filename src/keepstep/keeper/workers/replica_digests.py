@@ -16,10 +16,10 @@ from typing import Protocol
 import xxhash
 
 from keepstep.arena.slots import DIGEST_BYTES
-from keepstep.keeper.shelf import Book
-from keepstep.keeper.words import Audit, AuditAnswer, ClassDigest, Unit
+from keepstep.keeper.coordinator.messages import Audit, AuditAnswer, ClassDigest, Unit
+from keepstep.keeper.transfer.chunk_store import Book
 from keepstep.layout import CHUNK_BYTES, FULL, Stored, Stream
-from keepstep.parity import field
+from keepstep.parity import galois
 from keepstep.parity.code import coefficients
 from keepstep.parity.fingerprint import FINGERPRINT_BYTES, fingerprint
 
@@ -91,9 +91,9 @@ def _sum_of_share(book: Book, stream: Stream, over: Over) -> bytes:
         for row in range(stream.m):
             if source >= 0:
                 factor = coefficients(stream.m, row, k)[source]
-                sums[row] = field.add(sums[row], field.scale(factor, weighted))
+                sums[row] = galois.add(sums[row], galois.scale(factor, weighted))
             elif row == one.code_row:
-                sums[row] = field.add(sums[row], weighted)
+                sums[row] = galois.add(sums[row], weighted)
     return b"".join(sums)
 
 
@@ -103,7 +103,7 @@ def _weights(stripe: int) -> bytes:
 
 
 def _times(weights: bytes, values: bytes) -> bytes:
-    return bytes(map(field.mul, weights, values))
+    return bytes(map(galois.mul, weights, values))
 
 
 def _read(book: Book, stored: Stored) -> bytes:

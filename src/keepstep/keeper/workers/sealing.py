@@ -10,22 +10,23 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 
-from keepstep.arena import checksum, room
+from keepstep.arena import checksum, memory_limits
 from keepstep.arena.chunks import Chunk
-from keepstep.arena.header import COMMITTED, TrainerHeader
+from keepstep.arena.manifest import RankManifest
+from keepstep.arena.records import COMMITTED, TrainerHeader
 from keepstep.arena.slots import Arena, SealedSlot, plan_header, total_bytes
 from keepstep.config import KeeperConfig
+from keepstep.control.messages import Landed
 from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.identity import Identity
-from keepstep.keeper import events as e
-from keepstep.keeper.audit import answer, class_digests
+from keepstep.keeper.coordinator.messages import AuditAnswer, ClassDigest
 from keepstep.keeper.early import Early, Writing
-from keepstep.keeper.manifest import RankManifest
-from keepstep.keeper.reader import NICENESS
-from keepstep.keeper.reading import Reading
-from keepstep.keeper.shelf import open_book
-from keepstep.keeper.words import AuditAnswer, ClassDigest
-from keepstep.protocol import ArenaNeed, Landed
+from keepstep.keeper.node import events as e
+from keepstep.keeper.transfer.chunk_store import open_book
+from keepstep.keeper.workers.checksum_client import Reading
+from keepstep.keeper.workers.checksum_worker import NICENESS
+from keepstep.keeper.workers.replica_digests import answer, class_digests
+from keepstep.layout import SnapshotSize
 from keepstep.types import Version
 
 log = logging.getLogger("keepstep.keeper")
@@ -183,14 +184,14 @@ class Work:
         """
         need = manifest.need
         header = plan_header(
-            ArenaNeed(need.layout_bytes, 2 * need.values_bytes + VALUES_SLACK, need.payload_bytes),
+            SnapshotSize(need.layout_bytes, 2 * need.values_bytes + VALUES_SLACK, need.payload_bytes),
             slots=effect.slots, local_index=effect.local_index, generation=effect.generation,
             run_id=self._identity.run_id, node_id=self._identity.node_id, instance=self._instance,
         )  # fmt: skip
         self._allocating.acquire()  # until its memory is there: what the next one may have is measured then
         try:
             what = f"the snapshot of rank {effect.piece.rank} that this node takes over"
-            room.check(total_bytes(header), what, room=room.measure(), memory_limit_bytes=0)
+            memory_limits.check(total_bytes(header), what, room=memory_limits.measure(), memory_limit_bytes=0)
             arena = Arena.create(header, reserve=False)
         except BaseException:
             self._allocating.release()
@@ -220,7 +221,7 @@ class Work:
             what = f"the arena of local rank {effect.local_index} ({wanted.slots} slots)"
             limit = wanted.memory_limit_bytes
             with self._allocating:
-                room.check(total_bytes(header), what, room=room.measure(), memory_limit_bytes=limit)
+                memory_limits.check(total_bytes(header), what, room=memory_limits.measure(), memory_limit_bytes=limit)
                 return Arena.create(header)
         except Error as error:
             return error
@@ -275,7 +276,7 @@ def describe(arena: Arena) -> e.ArenaAdded:
         age_s = max(0.0, time.time() - sealed.keeper.sealed_at) if sealed else 0.0
         slots.append(e.SlotFound(index, state, trainer.version, *where, size, age_s))
     header = arena.header
-    capacity = ArenaNeed(header.layout_capacity, header.values_capacity, header.payload_capacity)
+    capacity = SnapshotSize(header.layout_capacity, header.values_capacity, header.payload_capacity)
     return e.ArenaAdded(
         arena.arena_id, header.local_index, header.generation, arena.segment.size_bytes, capacity, tuple(slots),
         arena.ledger(), arena.grant(), arena.progress(),

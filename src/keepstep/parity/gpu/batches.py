@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from keepstep.arena.slots import CHUNK_BYTES
-from keepstep.parity import field
+from keepstep.parity import galois
 from keepstep.parity.code import Code
 from keepstep.parity.fingerprint import FINGERPRINT_BYTES, FOLDS, fingerprint, fold_row
 
@@ -43,7 +43,7 @@ CUDA_BLOCK_BYTES = 16 << 20
 CHUNKS_AT_ONCE = 16
 """for fingerprints: scratch is about 10 MiB for each"""
 WORD_BYTES = 8
-REDUCTION = field.POLYNOMIAL & 0xFF
+REDUCTION = galois.POLYNOMIAL & 0xFF
 
 
 TRITON_VARIABLE = "KEEPSTEP_TRITON"
@@ -265,7 +265,7 @@ def _decide(device: torch.device) -> ModuleType | None:
     if os.environ.get(TRITON_VARIABLE, "") == "0":
         return None
     try:
-        from keepstep.parity import kernels
+        from keepstep.parity.gpu import kernels
     except ImportError as error:
         log.debug("no Triton: %s", error)
         return None
@@ -435,7 +435,7 @@ def _fold(data: Tensor, level: int) -> Tensor:
 @lru_cache(maxsize=128)
 def _tables(level: int, device: str) -> tuple[Tensor, Tensor]:
     """All products of two bytes, and for each row and block where the products with its coefficient begin."""
-    products = bytearray(b"".join(field.products(a) for a in range(256)))
+    products = bytearray(b"".join(galois.products(a) for a in range(256)))
     fold = FOLDS[level]
     num_blocks = 1 << (fold.num_blocks - 1).bit_length()
     # Blocks up to a power of two, so that sums can be halved; those added are empty.

@@ -23,12 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from keepstep.parity import field
+from keepstep.parity import galois
 from keepstep.parity.code import coefficients
 from keepstep.parity.fingerprint import FINGERPRINT_BYTES, FOLDS, fold_row
 
 if TYPE_CHECKING:
-    from keepstep.parity.device import Part
+    from keepstep.parity.gpu.batches import Part
 
 VECTOR_BYTES = 16
 """the widest load of a thread"""
@@ -74,7 +74,7 @@ _ENCODE_LANES, _ENCODE_BLOCKS = tl.constexpr(ENCODE_LANES), tl.constexpr(ENCODE_
 _FOLD_LANES = tl.constexpr(FOLD_LANES)
 _ONES = tl.constexpr(0x01010101)
 _LOW_BITS = tl.constexpr(0x7F7F7F7F)
-_REDUCTION = tl.constexpr(field.POLYNOMIAL & 0xFF)
+_REDUCTION = tl.constexpr(galois.POLYNOMIAL & 0xFF)
 
 
 class Sum(NamedTuple):
@@ -341,10 +341,10 @@ def _tasks_of(parts: Tensor) -> Tensor:
 
 def _packed_powers(block: Tensor) -> Tensor:
     """g^(r block) for the rows r of the second fold, one byte each."""
-    table = torch.tensor(list(field.EXP), dtype=torch.int64)
+    table = torch.tensor(list(galois.EXP), dtype=torch.int64)
     packed = torch.zeros_like(block)
     for row in range(SECOND.num_rows):
-        packed |= table[row * block % field.ORDER] << 8 * row
+        packed |= table[row * block % galois.ORDER] << 8 * row
     return packed
 
 
@@ -356,7 +356,7 @@ def _points(device: torch.device) -> Tensor:
     """
     words, halves = [], (range(4), range(4, 8))
     for rows in halves:
-        words += [bytes(field.power(row * group * GROUP_BLOCKS) for row in rows) for group in range(GROUPS)]
+        words += [bytes(galois.power(row * group * GROUP_BLOCKS) for row in rows) for group in range(GROUPS)]
     for rows in halves:
         for target in range(FOURTH.num_rows):
             # The kernel's lanes are a power of two: the one that is too many counts for nothing.

@@ -26,23 +26,23 @@ from typing import Any
 import torch
 
 from keepstep import faults
-from keepstep.arena import header as h
-from keepstep.arena.header import TrainerHeader
+from keepstep.arena import records as h
+from keepstep.arena.records import TrainerHeader
 from keepstep.config import TakeConfig
 from keepstep.errors import CaptureError
-from keepstep.trainer.coding import Coded
-from keepstep.trainer.copies import CopyPlan
-from keepstep.trainer.fence import Fence, Gate
-from keepstep.trainer.job import Job, Spent
+from keepstep.trainer.capture.device_copy import Departure
+from keepstep.trainer.capture.device_lane import Lanes
+from keepstep.trainer.capture.host_copy import Moving
+from keepstep.trainer.capture.job import Job, Spent
+from keepstep.trainer.capture.next_checks import Prepared
+from keepstep.trainer.connection.world import Place as Place
+from keepstep.trainer.integrity.fingerprints import frame
 from keepstep.trainer.landing import Ranges
-from keepstep.trainer.lanes import Lanes
-from keepstep.trainer.leaving import Departure
-from keepstep.trainer.moving import Moving
-from keepstep.trainer.prepared import Prepared
-from keepstep.trainer.prints import frame
-from keepstep.trainer.units import Unit
-from keepstep.trainer.view import ArenaView
-from keepstep.trainer.world import Place as Place
+from keepstep.trainer.memory.arena_view import ArenaView
+from keepstep.trainer.plan.copy_plan import CopyPlan
+from keepstep.trainer.plan.parity_ops import Coded
+from keepstep.trainer.plan.units import Unit
+from keepstep.trainer.state.optimizer_fence import Fence, Gate
 from keepstep.types import Version
 
 log = logging.getLogger("keepstep")

@@ -25,11 +25,11 @@ import torch
 
 from keepstep import faults
 from keepstep.layout import align
-from keepstep.parity import device as parity
-from keepstep.trainer.coded_runs import CodedRun
-from keepstep.trainer.gather import Gathered, in_batches
+from keepstep.parity.gpu import batches as parity
+from keepstep.trainer.capture.small_tensors import Gathered, in_batches
+from keepstep.trainer.capture.split import Split
 from keepstep.trainer.landing import Ranges
-from keepstep.trainer.split import Split
+from keepstep.trainer.plan.coded_runs import CodedRun
 
 log = logging.getLogger("keepstep")
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from keepstep.config import TakeConfig
-from keepstep.trainer.leaving import PIECE_BYTES, Lane
+from keepstep.trainer.capture.device_copy import PIECE_BYTES, Lane
 
 # For tests only: a factor on what the split holds to be possible in time.
 WINDOW_SCALE = "KEEPSTEP_TEST_WINDOW_SCALE"

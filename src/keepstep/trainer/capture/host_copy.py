@@ -9,13 +9,13 @@ import torch
 
 from keepstep import faults
 from keepstep.config import TakeConfig
-from keepstep.trainer.coding import Coded
-from keepstep.trainer.fence import Gate
-from keepstep.trainer.job import Job, Spent
+from keepstep.trainer.capture.device_copy import PIECE_BYTES
+from keepstep.trainer.capture.job import Job, Spent
+from keepstep.trainer.capture.next_checks import FULL_CHECKS
 from keepstep.trainer.landing import Ranges
-from keepstep.trainer.leaving import PIECE_BYTES
-from keepstep.trainer.prepared import FULL_CHECKS
-from keepstep.trainer.units import Unit
+from keepstep.trainer.plan.parity_ops import Coded
+from keepstep.trainer.plan.units import Unit
+from keepstep.trainer.state.optimizer_fence import Gate
 
 THROTTLED_PIECE_BYTES = 1 << 20
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from keepstep.arena.header import TrainerHeader
-from keepstep.trainer.checks import Checks
-from keepstep.trainer.copies import CopyPlan, Parts
-from keepstep.trainer.fence import Gate
-from keepstep.trainer.leaving import Departure
-from keepstep.trainer.view import ArenaView
+from keepstep.arena.records import TrainerHeader
+from keepstep.trainer.capture.device_copy import Departure
+from keepstep.trainer.integrity.checks import Checks
+from keepstep.trainer.memory.arena_view import ArenaView
+from keepstep.trainer.plan.copy_plan import CopyPlan, Parts
+from keepstep.trainer.state.optimizer_fence import Gate
 from keepstep.types import Version
 
 

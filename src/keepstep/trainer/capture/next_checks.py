@@ -11,9 +11,9 @@ import random
 
 from keepstep import faults
 from keepstep.config import TakeConfig
-from keepstep.trainer.checks import Checks
-from keepstep.trainer.copies import CopyPlan, Parts
-from keepstep.trainer.lanes import Lanes
+from keepstep.trainer.capture.device_lane import Lanes
+from keepstep.trainer.integrity.checks import Checks
+from keepstep.trainer.plan.copy_plan import CopyPlan, Parts
 
 log = logging.getLogger("keepstep")
 

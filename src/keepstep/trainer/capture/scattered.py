@@ -16,8 +16,8 @@ import numpy as np
 from keepstep import faults
 from keepstep.errors import CaptureError
 from keepstep.layout import ALIGN
-from keepstep.trainer.gather import runs_of
-from keepstep.trainer.units import Unit
+from keepstep.trainer.capture.small_tensors import runs_of
+from keepstep.trainer.plan.units import Unit
 
 MOST_PIECES = 1024
 """in one call (IOV_MAX)"""

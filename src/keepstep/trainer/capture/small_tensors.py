@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from keepstep.layout import ALIGN
-from keepstep.parity.device import CopyBatch
-from keepstep.trainer.units import Unit
+from keepstep.parity.gpu.batches import CopyBatch
+from keepstep.trainer.plan.units import Unit
 
 AT_ONCE = 2048
 """tensors per call: a call with more holds the interpreter for milliseconds"""

@@ -21,11 +21,9 @@ import msgspec
 import torch.distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from keepstep.client import KeeperClient
 from keepstep.config import Config
-from keepstep.errors import ConfigError, KeeperError
-from keepstep.identity import Identity
-from keepstep.membership import (
+from keepstep.control.client import KeeperClient
+from keepstep.control.membership import (
     SECRET_BYTES,
     Agreement,
     Known,
@@ -35,9 +33,11 @@ from keepstep.membership import (
     newest_members,
     read_secret,
 )
-from keepstep.protocol import CardIs, Done, Membership, NodeCard, WantCard
-from keepstep.spawn import start_keeper
-from keepstep.trainer.capture import Place
+from keepstep.control.messages import CardIs, Done, Membership, NodeCard, WantCard
+from keepstep.control.spawn import start_keeper
+from keepstep.errors import ConfigError, KeeperError
+from keepstep.identity import Identity
+from keepstep.trainer.capture.capture import Place
 from keepstep.types import Incarnation
 
 log = logging.getLogger("keepstep")

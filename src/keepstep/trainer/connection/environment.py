@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import torch.distributed
 
 from keepstep.config import Config
+from keepstep.control.messages import Register
 from keepstep.errors import ConfigError
 from keepstep.identity import Identity, identify, process_key
-from keepstep.protocol import Register
-from keepstep.trainer.capture import Place
-from keepstep.trainer.meeting import Met, meet
+from keepstep.trainer.capture.capture import Place
+from keepstep.trainer.connection.agreement import Met, meet
 from keepstep.types import Incarnation
 
 log = logging.getLogger("keepstep")

@@ -20,12 +20,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from keepstep.client import KeeperClient, NoAnswerError
 from keepstep.config import Config
-from keepstep.errors import Error, KeeperError
-from keepstep.identity import Identity
-from keepstep.membership import with_own_card
-from keepstep.protocol import (
+from keepstep.control.client import KeeperClient, NoAnswerError
+from keepstep.control.membership import with_own_card
+from keepstep.control.messages import (
     Adopted,
     CardIs,
     Committed,
@@ -47,7 +45,9 @@ from keepstep.protocol import (
     WantCard,
     WantStatus,
 )  # fmt: skip
-from keepstep.spawn import start_keeper
+from keepstep.control.spawn import start_keeper
+from keepstep.errors import Error, KeeperError
+from keepstep.identity import Identity
 from keepstep.types import Incarnation, Status
 
 log = logging.getLogger("keepstep")

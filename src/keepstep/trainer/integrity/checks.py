@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from keepstep.trainer.coding import Coded
-from keepstep.trainer.copies import Parts
-from keepstep.trainer.prints import Over, Prints
-from keepstep.trainer.samples import Samples
-from keepstep.trainer.units import Unit
+from keepstep.trainer.integrity.fingerprints import Over, Prints
+from keepstep.trainer.integrity.samples import Samples
+from keepstep.trainer.plan.copy_plan import Parts
+from keepstep.trainer.plan.parity_ops import Coded
+from keepstep.trainer.plan.units import Unit
 
 
 @dataclass

@@ -21,10 +21,10 @@ import torch
 from keepstep.errors import IntegrityError
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import coefficients, weighted_sum
-from keepstep.parity.device import Cuts, FingerprintBatch, Part
 from keepstep.parity.fingerprint import FINGERPRINT_BYTES, combine, fingerprint
-from keepstep.trainer.coding import Coded
-from keepstep.trainer.units import Unit
+from keepstep.parity.gpu.batches import Cuts, FingerprintBatch, Part
+from keepstep.trainer.plan.parity_ops import Coded
+from keepstep.trainer.plan.units import Unit
 
 SHARE = 64
 AT_ONCE = 16

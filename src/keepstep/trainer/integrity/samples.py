@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from keepstep.layout import ALIGN, align
-from keepstep.trainer.coding import Coded
-from keepstep.trainer.units import Unit
+from keepstep.trainer.plan.parity_ops import Coded
+from keepstep.trainer.plan.units import Unit
 
 # A lazily copied tensor is sampled at `take`: this share of its bytes, within these bounds.
 SAMPLE_SHARE = 256

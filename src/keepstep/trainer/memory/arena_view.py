@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from keepstep.arena.segment import Mapping
+from keepstep.arena.memfd import Mapping
 from keepstep.arena.slots import Arena, Span
-from keepstep.trainer import cuda_host
-from keepstep.trainer.coded_runs import coded_runs
-from keepstep.trainer.coding import Coded
-from keepstep.trainer.copies import CopyPlan, History, Parts
-from keepstep.trainer.leaving import Cargo, Piece, cut
-from keepstep.trainer.units import Unit
+from keepstep.trainer.capture.device_copy import Cargo, Piece, cut
+from keepstep.trainer.memory import pinned
+from keepstep.trainer.plan.coded_runs import coded_runs
+from keepstep.trainer.plan.copy_plan import CopyPlan, History, Parts
+from keepstep.trainer.plan.parity_ops import Coded
+from keepstep.trainer.plan.units import Unit
 
 log = logging.getLogger("keepstep")
 
@@ -95,7 +95,7 @@ class ArenaView:
 
     def register_with_cuda(self) -> None:
         """Page-lock every slot for devices: copies then run at link speed beside the computation."""
-        if not cuda_host.in_use():
+        if not pinned.in_use():
             return
         # One range per slot: no copy may cross the border between two.
         spans = [self.arena.payload_span(slot) for slot in range(self.arena.num_slots)]
@@ -109,14 +109,14 @@ class ArenaView:
 
     def _register(self, span: Span) -> int:
         address = self.mapping.address + span.offset
-        failure = cuda_host.lock_pages(address, span.size_bytes)
+        failure = pinned.lock_pages(address, span.size_bytes)
         if not failure:
             self._registered[span.offset] = address
         return failure
 
     def close(self) -> None:
         if self._registered:
-            cuda_host.unlock_pages(self._registered.values())
+            pinned.unlock_pages(self._registered.values())
         self._targets.clear()
         self._cargo.clear()
         self._history = None

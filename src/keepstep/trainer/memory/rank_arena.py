@@ -7,16 +7,17 @@ import os
 import threading
 from collections.abc import Callable
 
-from keepstep.arena.header import Progress
-from keepstep.arena.segment import Mapping
+from keepstep.arena.memfd import Mapping
+from keepstep.arena.records import Progress
 from keepstep.arena.slots import Arena
 from keepstep.config import ArenaConfig
+from keepstep.control.messages import ArenaGiven, WantArena
 from keepstep.identity import Identity, start_time
-from keepstep.protocol import ArenaGiven, ArenaNeed, WantArena
-from keepstep.trainer import sizing
-from keepstep.trainer.bars import ProgressLine, waiting_for
-from keepstep.trainer.link import Link
-from keepstep.trainer.view import ArenaView
+from keepstep.layout import SnapshotSize
+from keepstep.trainer.connection.keeper_link import Link
+from keepstep.trainer.memory.arena_view import ArenaView
+from keepstep.trainer.memory.progress import ProgressLine, waiting_for
+from keepstep.trainer.plan import arena_size
 
 log = logging.getLogger("keepstep")
 
@@ -50,7 +51,7 @@ class Memory:
         if old is not None:
             old.close()
 
-    def get(self, need: ArenaNeed, *, show: bool) -> None:
+    def get(self, need: SnapshotSize, *, show: bool) -> None:
         """Have an arena with room for `need`. Raises the one error that a user gets when it does not fit."""
         size_bytes = self._config.slots * (need.layout_bytes + need.values_bytes + need.payload_bytes)
         with waiting_for(size_bytes, enabled=show):
@@ -60,7 +61,7 @@ class Memory:
         finally:
             os.close(fd)
 
-    def get_behind(self, need: ArenaNeed, *, before: Callable[[], object], after: Callable[[], object]) -> None:
+    def get_behind(self, need: SnapshotSize, *, before: Callable[[], object], after: Callable[[], object]) -> None:
         """The same in the background, between `before` and `after`."""
         with self._changing:
             if self.busy:
@@ -84,7 +85,7 @@ class Memory:
 
         threading.Thread(target=work, name="keepstep-memory", daemon=True).start()
 
-    def _ask(self, need: ArenaNeed) -> tuple[str, int]:
+    def _ask(self, need: SnapshotSize) -> tuple[str, int]:
         wanted = WantArena(need, self._config.slots, self._config.memory_limit_bytes)
         given, fds = self._link.request(wanted, ArenaGiven, timeout_s=self._link.config.keeper.restore_s)
         self._link.hold(given.arena_id, fds[0])
@@ -137,10 +138,10 @@ class Memory:
         if spare is not None:
             spare.close()
 
-    def grow(self, need: ArenaNeed, *, before: Callable[[], object]) -> None:
+    def grow(self, need: SnapshotSize, *, before: Callable[[], object]) -> None:
         """A larger arena, made before the old one goes."""
         if not self.busy:
-            self.get_behind(sizing.larger(need, times=self._times_grown), before=before, after=lambda: None)
+            self.get_behind(arena_size.larger(need, times=self._times_grown), before=before, after=lambda: None)
             self._times_grown += 1
 
     @property
@@ -153,7 +154,7 @@ class Memory:
         view = self.view
         if view is not None:
             header = view.arena.header
-            need = ArenaNeed(header.layout_capacity, header.values_capacity, header.payload_capacity)
+            need = SnapshotSize(header.layout_capacity, header.values_capacity, header.payload_capacity)
             self.get_behind(need, before=before, after=lambda: None)
 
     def write_progress(self) -> None:

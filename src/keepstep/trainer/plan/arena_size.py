@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from keepstep.layout import CHUNK_BYTES, Stream, align, num_chunks
-from keepstep.protocol import ArenaNeed
-from keepstep.trainer.copies import CopyPlan
-from keepstep.trainer.replicas import Replicas
-from keepstep.trainer.shares import Sharing
-from keepstep.trainer.state import local_part
-from keepstep.trainer.world import Ranks
+from keepstep.layout import CHUNK_BYTES, SnapshotSize, Stream, align, num_chunks
+from keepstep.trainer.connection.world import Ranks
+from keepstep.trainer.plan.copy_plan import CopyPlan
+from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.replication import Replicas
+from keepstep.trainer.state.reader import local_part
 
 log = logging.getLogger("keepstep")
 
@@ -40,12 +39,12 @@ class Missing:
     """who will hold it; None: this rank alone"""
 
 
-def need_of(plan: CopyPlan, values_bytes: int, missing: list[Missing], sharing: Sharing | None = None) -> ArenaNeed:
+def need_of(plan: CopyPlan, values_bytes: int, missing: list[Missing], sharing: Sharing | None = None) -> SnapshotSize:
     """Room for the state as it is now, and for what is still to come."""
     unique = plan.layout.unique_bytes + sum(align(one.size_bytes) for one in missing if one.ranks is None)
     shared = _shared_bytes(plan.layout.streams, missing, sharing)
     listed = ENTRY_BYTES * len(missing) + CHUNK_LISTED_BYTES * num_chunks(shared)
-    return ArenaNeed(
+    return SnapshotSize(
         layout_bytes=len(plan.encoded) + len(plan.encoded) // 4 + LAYOUT_SPARE_BYTES + listed,
         values_bytes=2 * values_bytes + VALUES_SPARE_BYTES + REFERENCE_BYTES * len(missing),
         payload_bytes=unique + shared,
@@ -67,10 +66,10 @@ def _shared_bytes(streams: tuple[Stream, ...], missing: list[Missing], sharing: 
     return sum(align(sharing.stored_bytes(ranks, size), CHUNK_BYTES) for ranks, size in sizes)
 
 
-def larger(need: ArenaNeed, *, times: int) -> ArenaNeed:
+def larger(need: SnapshotSize, *, times: int) -> SnapshotSize:
     """The first correction is exact. State that goes on growing gets half as much again, or it would never catch up."""
     payload = need.payload_bytes + (need.payload_bytes // 2 if times else 0)
-    return ArenaNeed(need.layout_bytes, need.values_bytes, payload)
+    return SnapshotSize(need.layout_bytes, need.values_bytes, payload)
 
 
 def missing_state(optimizers: list[torch.optim.Optimizer], replicas: Replicas) -> list[Missing]:

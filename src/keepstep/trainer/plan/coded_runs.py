@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from keepstep.parity.device import EncodeBatch, Part, Stripe
-from keepstep.trainer.coding import Coded
+from keepstep.parity.gpu.batches import EncodeBatch, Part, Stripe
+from keepstep.trainer.plan.parity_ops import Coded
 
 MOST = 16
 

@@ -17,14 +17,14 @@ from functools import cached_property
 import torch
 
 from keepstep.layout import Layout, digest
-from keepstep.trainer.blocks import Block, Blocks, Shared
-from keepstep.trainer.coding import Coded, coded_units
-from keepstep.trainer.fence import Watched
-from keepstep.trainer.gather import Gathered, gather
+from keepstep.trainer.capture.scattered import Scattered
+from keepstep.trainer.capture.small_tensors import Gathered, gather
 from keepstep.trainer.landing import Ranges, marks
-from keepstep.trainer.ranges import cut, gaps, runs
-from keepstep.trainer.scattered import Scattered
-from keepstep.trainer.units import Unit
+from keepstep.trainer.plan.parity_ops import Coded, coded_units
+from keepstep.trainer.plan.ranges import cut, gaps, runs
+from keepstep.trainer.plan.tensor_blocks import Block, Blocks, Shared
+from keepstep.trainer.plan.units import Unit
+from keepstep.trainer.state.optimizer_fence import Watched
 
 
 @dataclass

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from keepstep.layout import CHUNK_BYTES, Stream
-from keepstep.parity.device import encode
-from keepstep.trainer.ranges import cut
+from keepstep.parity.gpu.batches import encode
+from keepstep.trainer.plan.ranges import cut
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from keepstep.trainer import blocks
-from keepstep.trainer.copies import CopyPlan
-from keepstep.trainer.fence import Fence
-from keepstep.trainer.replicas import Replicas
-from keepstep.trainer.shares import Sharing
-from keepstep.trainer.skeleton import Skeleton
-from keepstep.trainer.state import Reader, Reading
-from keepstep.trainer.stillness import Check, Glance, Stillness
-from keepstep.trainer.turns import Turns
+from keepstep.trainer.plan import tensor_blocks
+from keepstep.trainer.plan.copy_plan import CopyPlan
+from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.replication import Replicas
+from keepstep.trainer.plan.stillness import Check, Glance, Stillness
+from keepstep.trainer.plan.turns import Turns
+from keepstep.trainer.state.optimizer_fence import Fence
+from keepstep.trainer.state.reader import Reader, Reading
+from keepstep.trainer.state.structure import Skeleton
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Survey:
         self._replicas, self._small_bytes = replicas, small_bytes
         self.stillness = stillness
         self.plans: Turns | None = None
-        self._signature: blocks.Signature | None = None
+        self._signature: tensor_blocks.Signature | None = None
         self._owned: list[list[list[int]]] = []
         self._outdated = False
 
@@ -75,7 +75,11 @@ class Survey:
         return Sight(reading, self.plans.at(step), look)
 
     def _look(
-        self, signature: blocks.Signature, owned: list[list[list[int]]], relied_on: list[Skeleton], glance: Glance
+        self,
+        signature: tensor_blocks.Signature,
+        owned: list[list[list[int]]],
+        relied_on: list[Skeleton],
+        glance: Glance,
     ) -> str:
         """At all that a `take` has relied on."""
         checks: list[Check] = [*signature.checks(), lambda: self._fence.owned() == owned]
@@ -98,12 +102,12 @@ class Survey:
         self._outdated = False  # before anything is read that it depends on
         try:
             owned = self._fence.owned()
-            built = blocks.build(
+            built = tensor_blocks.build(
                 reading.tensors, reading.paths(), sharing=self._sharing, ranks_of=self._replicas().ranks_of,
                 small_bytes=self._small_bytes,
             )  # fmt: skip
             plans = Turns(built, self._sharing, self._fence.watched, self._small_bytes)
-            self._signature = blocks.Signature(reading.tensors, reading.found.runs)
+            self._signature = tensor_blocks.Signature(reading.tensors, reading.found.runs)
             self._owned = owned
         except BaseException:
             self._outdated = True  # the old plans must not be taken for these

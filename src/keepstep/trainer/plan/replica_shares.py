@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from keepstep.layout import CHUNK_BYTES, FULL, SHARE, Entry, Stream, class_id, num_chunks
 from keepstep.parity.placement import Place as NodePlace
 from keepstep.parity.placement import ShareMap, cut_groups
-from keepstep.trainer.world import Ranks, World
+from keepstep.trainer.connection.world import Ranks, World
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import torch
 import torch.distributed
 from torch.distributed.tensor import DTensor
 
-from keepstep.trainer.items import MODULE, OPTIMIZER, Items, unwrap_optimizer
-from keepstep.trainer.shares import Sharing
-from keepstep.trainer.world import Ranks
+from keepstep.trainer.connection.world import Ranks
+from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.state.objects import MODULE, OPTIMIZER, Items, unwrap_optimizer
 
 # Less is not worth a place in a stream: it travels with what is the rank's own.
 LEAST_BYTES = 1 << 20

@@ -20,10 +20,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece, Stream, align
-from keepstep.trainer.shares import Sharing
-from keepstep.trainer.state import local_part
-from keepstep.trainer.stillness import Check, deal
-from keepstep.trainer.world import Ranks
+from keepstep.trainer.connection.world import Ranks
+from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.stillness import Check, deal
+from keepstep.trainer.state.reader import local_part
 
 # A stretch of storage begins at such a multiple, so that every dtype in it stays aligned.
 SPAN_ALIGN = 16

@@ -11,10 +11,10 @@ from __future__ import annotations
 import xxhash
 
 from keepstep.layout import SHARE
-from keepstep.trainer.blocks import Blocks, turned
-from keepstep.trainer.copies import CopyPlan, plan_copies
-from keepstep.trainer.fence import Watched
-from keepstep.trainer.shares import Sharing
+from keepstep.trainer.plan.copy_plan import CopyPlan, plan_copies
+from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.tensor_blocks import Blocks, turned
+from keepstep.trainer.state.optimizer_fence import Watched
 
 
 class Turns:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from keepstep.trainer.blocks import Block
+from keepstep.trainer.plan.tensor_blocks import Block
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from keepstep.arena.segment import Segment
-from keepstep.trainer.cuda_host import lock_pages, unlock_pages
+from keepstep.arena.memfd import Segment
+from keepstep.trainer.memory.pinned import lock_pages, unlock_pages
 
 PIECE_BYTES = 16 << 20
 GAP_BYTES = 4096

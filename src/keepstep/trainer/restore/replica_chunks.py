@@ -14,10 +14,10 @@ from typing import Self
 import numpy as np
 import torch
 
-from keepstep.arena.segment import Mapping, Segment
+from keepstep.arena.memfd import Mapping, Segment
+from keepstep.control.messages import StreamSource
 from keepstep.errors import IntegrityError
 from keepstep.layout import Layout, Stream
-from keepstep.protocol import StreamSource
 
 Chunks = list[torch.Tensor]
 """the bytes of every chunk of a stream, in order"""

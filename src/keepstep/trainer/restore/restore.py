@@ -15,26 +15,26 @@ from dataclasses import dataclass
 import torch
 
 from keepstep import layout as layouts
-from keepstep.arena.header import INEXACT, PRINTS
+from keepstep.arena.records import INEXACT, PRINTS
 from keepstep.config import Config
+from keepstep.control.messages import RestoreFrom, WantRestore
 from keepstep.errors import IntegrityError
 from keepstep.identity import Identity
-from keepstep.parity import device as parity
-from keepstep.protocol import RestoreFrom, WantRestore
-from keepstep.trainer import state as states
+from keepstep.parity.gpu import batches as parity
 from keepstep.trainer.ahead import Ahead
-from keepstep.trainer.items import MODULE, Items
-from keepstep.trainer.link import Link
-from keepstep.trainer.memory import Memory, open_view
-from keepstep.trainer.prints import unframe
-from keepstep.trainer.replicas import Replicas
-from keepstep.trainer.restore import Restored, Writer
-from keepstep.trainer.ring import Loads, Ring, threads_for
-from keepstep.trainer.saved import RandomStates, Saved
-from keepstep.trainer.sources import Sources
-from keepstep.trainer.stopwatch import Stopwatch
-from keepstep.trainer.view import ArenaView
-from keepstep.trainer.world import Place
+from keepstep.trainer.connection.keeper_link import Link
+from keepstep.trainer.connection.world import Place
+from keepstep.trainer.integrity.fingerprints import unframe
+from keepstep.trainer.memory.arena_view import ArenaView
+from keepstep.trainer.memory.rank_arena import Memory, open_view
+from keepstep.trainer.plan.replication import Replicas
+from keepstep.trainer.restore.device_upload import Loads, Ring, threads_for
+from keepstep.trainer.restore.replica_chunks import Sources
+from keepstep.trainer.restore.saved_snapshot import RandomStates, Saved
+from keepstep.trainer.restore.stopwatch import Stopwatch
+from keepstep.trainer.restore.writer import Restored, Writer
+from keepstep.trainer.state import reader as states
+from keepstep.trainer.state.objects import MODULE, Items
 from keepstep.types import Source, Survives
 
 log = logging.getLogger("keepstep")

@@ -10,13 +10,13 @@ import torch
 
 from keepstep.errors import IntegrityError
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece
-from keepstep.trainer import items as s
-from keepstep.trainer.blocks import flat_bytes, is_dense
-from keepstep.trainer.prints import check_restored
-from keepstep.trainer.ring import Loads
-from keepstep.trainer.rng import dtype_named, from_inline, loader_generators, set_generator, set_rng_state
-from keepstep.trainer.sources import Chunks
-from keepstep.trainer.world import Ranks
+from keepstep.trainer.connection.world import Ranks
+from keepstep.trainer.integrity.fingerprints import check_restored
+from keepstep.trainer.plan.tensor_blocks import flat_bytes, is_dense
+from keepstep.trainer.restore.device_upload import Loads
+from keepstep.trainer.restore.replica_chunks import Chunks
+from keepstep.trainer.state import objects as s
+from keepstep.trainer.state.rng import dtype_named, from_inline, loader_generators, set_generator, set_rng_state
 from keepstep.values import InlineTensor, TensorRef, TorchDevice, TorchDtype, TorchSize
 
 

@@ -24,15 +24,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.errors import RecoveryError
-from keepstep.trainer import items as s
-from keepstep.trainer.blocks import region_of
-from keepstep.trainer.rng import (
+from keepstep.trainer.connection.world import Ranks
+from keepstep.trainer.plan.tensor_blocks import region_of
+from keepstep.trainer.restore.saved_snapshot import Saved
+from keepstep.trainer.state import objects as s
+from keepstep.trainer.state.rng import (
     dtype_named,
     generator_state,
     loader_generators,
 )
-from keepstep.trainer.saved import Saved
-from keepstep.trainer.world import Ranks
 from keepstep.types import Source, Survives
 from keepstep.values import TensorRef
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from keepstep import values as codec
 from keepstep.errors import CaptureError, IntegrityError
-from keepstep.trainer import skeleton
-from keepstep.trainer.items import (
+from keepstep.trainer.state import structure
+from keepstep.trainer.state.objects import (
     GENERATOR,
     LOADER,
     MODULE,
@@ -35,7 +35,7 @@ from keepstep.trainer.items import (
     is_untouched,
     unwrap_optimizer,
 )
-from keepstep.trainer.rng import (
+from keepstep.trainer.state.rng import (
     GlobalEncoder,
     GlobalState,
     decode_globals,
@@ -105,7 +105,7 @@ class Reading:
     """what is to be encoded besides the parts: nothing in it changes any more"""
     found: Tensors
     parts: dict[str, tuple[int, Parts]]
-    relied_on: list[skeleton.Skeleton]
+    relied_on: list[structure.Skeleton]
     """what was recognised as unchanged, perhaps by a share of it"""
     rng: GlobalState | None
     encoder: GlobalEncoder
@@ -148,7 +148,7 @@ class Reader:
     items: Items
     rng: bool
     grads: bool
-    _known: dict[str, skeleton.Skeleton] = field(default_factory=dict)
+    _known: dict[str, structure.Skeleton] = field(default_factory=dict)
     _encoder: GlobalEncoder = field(default_factory=GlobalEncoder)
 
     def read(self, share: int | None = None) -> Reading:
@@ -204,12 +204,12 @@ class Reader:
         self._known.pop(item.path, None)
         if item.kind == OPTIMIZER and type(state) is dict and state.keys() == {STATE, GROUPS}:
             encoded = _encode(_walk(state[STATE], tensors, first), f"{item.path}.{STATE}")
-            found = skeleton.of_optimizer(unwrap_optimizer(item.thing), state, tensors.since(first), encoded)
+            found = structure.of_optimizer(unwrap_optimizer(item.thing), state, tensors.since(first), encoded)
             groups = _encode(_walk(state[GROUPS], tensors, first), f"{item.path}.{GROUPS}")
             parts: Parts = {STATE: encoded, GROUPS: groups}
         else:
             encoded = _encode(_walk(state, tensors, first, inline=item.kind in (STATEFUL, LOADER)), item.path)
-            found = skeleton.of_module(item.thing, state, encoded) if item.kind == MODULE else None
+            found = structure.of_module(item.thing, state, encoded) if item.kind == MODULE else None
             parts = {WHOLE: encoded}
         if found is not None:
             self._known[item.path] = found

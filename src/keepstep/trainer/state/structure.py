@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from keepstep.trainer.stillness import Check, deal
+from keepstep.trainer.plan.stillness import Check, deal
 
 _values: Callable[[dict[Any, Any]], Iterable[Any]] = operator.methodcaller("values")
 _attributes: Callable[[torch.nn.Module], tuple[dict[Any, Any], ...]] = operator.attrgetter("_parameters", "_buffers")

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from keepstep.keeper.comparing import Comparison, find
-from keepstep.keeper.words import Audit, AuditAnswer, Unit
+from keepstep.keeper.coordinator.divergence import Comparison, find
+from keepstep.keeper.coordinator.messages import Audit, AuditAnswer, Unit
 from keepstep.parity.code import coefficients
 from keepstep.parity.fingerprint import combine
 from keepstep.parity.placement import ShareMap

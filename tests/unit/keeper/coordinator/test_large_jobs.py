@@ -6,12 +6,12 @@ import time
 
 import msgspec
 
-from keepstep.keeper import words
-from keepstep.keeper.board import RESTORING, SERVING, Terms
-from keepstep.keeper.job import Job
-from keepstep.keeper.words import Report
+from keepstep.control.messages import NodeCard
+from keepstep.keeper.coordinator import messages
+from keepstep.keeper.coordinator.coordinator import Job
+from keepstep.keeper.coordinator.messages import Report
+from keepstep.keeper.coordinator.state import RESTORING, SERVING, Terms
 from keepstep.parity.placement import Place, cut_groups
-from keepstep.protocol import NodeCard
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.types import Incarnation, Version
 
@@ -55,7 +55,7 @@ def hear(job: Job, said: list[Report], number: int, **changes: object) -> list[R
 
 
 def size_of_orders(job: Job) -> int:
-    return max(len(words.encode(job.orders_for(name))) for name in NAMES)
+    return max(len(messages.encode(job.orders_for(name))) for name in NAMES)
 
 
 def test_what_is_restored_is_said_once_for_each_node_and_not_for_ever() -> None:
@@ -79,4 +79,4 @@ def test_what_is_restored_is_said_once_for_each_node_and_not_for_ever() -> None:
     assert (over.number, over.version, over.begin) == (order.number, order.version, True)
     assert size_of_orders(job) < 1000
     said = hear(job, said, 5)
-    assert max(len(words.encode(one)) for one in said) < 2000, "a report repeats the orders"
+    assert max(len(messages.encode(one)) for one in said) < 2000, "a report repeats the orders"

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 from paper import Node
 
-from keepstep.arena.header import Grant
-from keepstep.keeper import events as e
-from keepstep.keeper.granting import ONE_BY_ONE
-from keepstep.protocol import ArenaNeed
+from keepstep.arena.records import Grant
+from keepstep.keeper.coordinator.grants import ONE_BY_ONE
+from keepstep.keeper.node import events as e
+from keepstep.layout import SnapshotSize
 
 
 def started(ranks: int = 1, slots: int = 3) -> Node:
@@ -163,7 +163,7 @@ def test_with_two_slots_nothing_is_given_ahead_whatever_happens() -> None:
 
 
 def grow(node: Node, index: int = 0) -> None:
-    node.do(e.ArenaWanted(index, 9, ArenaNeed(2, 2, 2), node.slots, 0))
+    node.do(e.ArenaWanted(index, 9, SnapshotSize(2, 2, 2), node.slots, 0))
 
 
 def written(node: Node, index: int, grant: Grant) -> tuple[int, str, int]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.keeper import events as e
-from keepstep.keeper import restoring
-from keepstep.keeper.core import Core
-from keepstep.keeper.node import RESTORING, Limits
-from keepstep.protocol import Register
+from keepstep.control.messages import Register
+from keepstep.keeper.node import events as e
+from keepstep.keeper.node import restore
+from keepstep.keeper.node.core import Core
+from keepstep.keeper.node.state import RESTORING, Limits
 from keepstep.types import Incarnation
 
 
@@ -24,4 +24,4 @@ def test_only_a_launcher_that_holds_memory_is_waited_for(no_holder: bool) -> Non
     assert (core.state == RESTORING) is no_holder
     core.handle(e.LauncherSeen(99, alive=True), 0.0)
     assert core.state == RESTORING
-    assert restoring.inventory_ready(core)
+    assert restore.inventory_ready(core)

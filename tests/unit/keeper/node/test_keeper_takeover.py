@@ -10,10 +10,11 @@ import dataclasses
 import pytest
 from paper import NEED, Node
 
-from keepstep.arena.header import Ledger, Progress
+from keepstep.arena.records import Ledger, Progress
+from keepstep.control.messages import ArenaGiven, Complete, Done, Refused, Registered, RestoreFrom
 from keepstep.errors import Error
-from keepstep.keeper import events as e
-from keepstep.protocol import ArenaGiven, ArenaNeed, Complete, Done, Refused, Registered, RestoreFrom
+from keepstep.keeper.node import events as e
+from keepstep.layout import SnapshotSize
 from keepstep.types import Incarnation, Version
 
 
@@ -218,7 +219,7 @@ def test_an_arena_that_is_replaced_by_a_larger_one_is_granted_in() -> None:
     node.snapshot(0)
     node.progress[0] = 1
     node.void(0, 1, "outgrown")
-    node.do(e.ArenaWanted(0, 5, ArenaNeed(9, 9, 9), 2, 0))
+    node.do(e.ArenaWanted(0, 5, SnapshotSize(9, 9, 9), 2, 0))
     node.works(2)
     assert list(node.arenas) == ["0.2"], "the old arena was not dropped"
 
@@ -346,7 +347,7 @@ def test_an_older_arena_that_is_given_back_first_is_not_what_is_restored() -> No
     old = dataclasses.replace(node.own(0), slots=list(node.own(0).slots))
     node.progress[0] = 1
     node.void(0, 1, "outgrown")
-    node.do(e.ArenaWanted(0, 5, ArenaNeed(9, 9, 9), 2, 0))
+    node.do(e.ArenaWanted(0, 5, SnapshotSize(9, 9, 9), 2, 0))
     node.works(2)
     newest = node.core.kept.complete
     assert newest is not None

@@ -17,19 +17,19 @@ from typing import Any
 
 import pytest
 
-from keepstep.arena import segment as segments
+from keepstep.arena import memfd as segments
 from keepstep.arena.checksum import read_digests
 from keepstep.arena.chunks import Chunk
 from keepstep.arena.slots import CHUNK_BYTES, Arena, Span, plan_header
-from keepstep.keeper import reading as module
-from keepstep.keeper.reading import Reading
-from keepstep.protocol import ArenaNeed
+from keepstep.keeper.workers import checksum_client as module
+from keepstep.keeper.workers.checksum_client import Reading
+from keepstep.layout import SnapshotSize
 
 PAYLOAD = 2 * CHUNK_BYTES + 12_345
 
 
 def make_arena(generation: int) -> Arena:
-    need = ArenaNeed(100, 100, PAYLOAD)
+    need = SnapshotSize(100, 100, PAYLOAD)
     made = Arena.create(
         plan_header(need, slots=2, local_index=0, generation=generation, run_id="r", node_id="n", instance=bytes(16))
     )
@@ -280,9 +280,9 @@ def test_it_ends_with_the_keeper_however_that_ends() -> None:
             import time
             from keepstep.arena.chunks import Chunk
             from keepstep.arena.slots import Arena, Span, plan_header
-            from keepstep.keeper.reading import Reading
-            from keepstep.protocol import ArenaNeed
-            need = ArenaNeed(100, 100, 1000)
+            from keepstep.keeper.workers.checksum_client import Reading
+            from keepstep.layout import SnapshotSize
+            need = SnapshotSize(100, 100, 1000)
             header = plan_header(
                 need, slots=2, local_index=0, generation=1, run_id="r", node_id="n", instance=bytes(16)
             )

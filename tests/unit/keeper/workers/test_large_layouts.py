@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 
-from keepstep.arena import header as h
+from keepstep.arena import records as h
 from keepstep.arena.checksum import seal
-from keepstep.arena.header import TrainerHeader
+from keepstep.arena.records import TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, plan_header
+from keepstep.control.messages import RestoreFrom
 from keepstep.errors import IntegrityError
-from keepstep.keeper import shelf as shelf_module
-from keepstep.keeper.audit import class_digests
-from keepstep.keeper.holdings import Holdings, KnownHoldings
-from keepstep.keeper.shelf import STREAM, Book, Shelf, Wanted, open_book
-from keepstep.keeper.streams import find_streams
-from keepstep.layout import CHUNK_BYTES, FULL, Entry, Layout, Piece, Stream, class_id, digest
-from keepstep.peers.base import Refusal
-from keepstep.protocol import ArenaNeed, RestoreFrom
+from keepstep.keeper.transfer import chunk_store as shelf_module
+from keepstep.keeper.transfer.chunk_store import STREAM, Book, Shelf, Wanted, open_book
+from keepstep.keeper.transfer.streams import find_streams
+from keepstep.keeper.workers.layout_index import Holdings, KnownHoldings
+from keepstep.keeper.workers.replica_digests import class_digests
+from keepstep.layout import CHUNK_BYTES, FULL, Entry, Layout, Piece, SnapshotSize, Stream, class_id, digest
+from keepstep.transport.interface import Refusal
 from keepstep.types import Incarnation, Version
 
 VERSION = Version(Incarnation(1, 2), 3)
@@ -53,7 +53,7 @@ def make(
     """An arena of which one slot holds a snapshot with this layout, sealed."""
     encoded, version = layout.encode(), Version(VERSION.incarnation, step)
     if arena is None:
-        need = ArenaNeed(len(encoded), 1, layout.payload_bytes)
+        need = SnapshotSize(len(encoded), 1, layout.payload_bytes)
         header = plan_header(need, slots=2, local_index=rank, run_id="r", node_id="n", instance=bytes(16))
         arena = Arena.create(header, reserve=False)
     slot = step % 2

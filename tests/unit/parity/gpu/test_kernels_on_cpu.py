@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keepstep.arena.slots import CHUNK_BYTES
-from keepstep.parity import device
 from keepstep.parity.code import Code
-from keepstep.parity.device import Part, Source, Stripe
 from keepstep.parity.fingerprint import FOLDS, fingerprint
+from keepstep.parity.gpu import batches
+from keepstep.parity.gpu.batches import Part, Source, Stripe
 
 FIRST, SECOND = FOLDS[0].block_bytes, FOLDS[1].block_bytes
 ALIGNED = 16
@@ -37,7 +37,7 @@ def kernels() -> ModuleType:
         pytest.skip("with a device the kernels are compiled: TRITON_INTERPRET=1 is for the interpreter")
     # Read when Triton is imported. Without a device there is nothing else that it could do in this process.
     os.environ["TRITON_INTERPRET"] = "1"
-    from keepstep.parity import kernels
+    from keepstep.parity.gpu import kernels
 
     return kernels
 
@@ -45,12 +45,12 @@ def kernels() -> ModuleType:
 @pytest.fixture(params=["native", "interpreted"])
 def encode_batch(request: pytest.FixtureRequest) -> Callable[[int, int, Sequence[Stripe]], None]:
     if request.param == "native":
-        return device.encode_batch
+        return batches.encode_batch
     kernels = request.getfixturevalue("kernels")
 
     def run(k: int, m: int, stripes: Sequence[Stripe]) -> None:
         sums = [
-            kernels.Sum(tuple(Code(k, m).rows[row] for row in rows), [device._parts(one) for one in sources], outs)
+            kernels.Sum(tuple(Code(k, m).rows[row] for row in rows), [batches._parts(one) for one in sources], outs)
             for rows, sources, outs in stripes
         ]
         kernels.EncodeTables(sums, torch.device("cpu")).run()
@@ -61,11 +61,11 @@ def encode_batch(request: pytest.FixtureRequest) -> Callable[[int, int, Sequence
 @pytest.fixture(params=["native", "interpreted"])
 def fingerprint_spans(request: pytest.FixtureRequest) -> Callable[[Sequence[Source]], Tensor]:
     if request.param == "native":
-        return device.fingerprint_spans
+        return batches.fingerprint_spans
     kernels = request.getfixturevalue("kernels")
 
     def run(spans: Sequence[Source]) -> Tensor:
-        parts = [device._parts(span) for span in spans]
+        parts = [batches._parts(span) for span in spans]
         return kernels.FingerprintTables(kernels.extents(parts), len(parts), torch.device("cpu")).run()
 
     return run
@@ -80,7 +80,7 @@ def memory(size: int, offset: int = 0, seed: int = 0) -> Tensor:
 
 def read(source: Source, size: int) -> bytes:
     whole = bytearray(size)
-    for part in device._parts(source):
+    for part in batches._parts(source):
         whole[part.begin : part.end] = bytes(part.source.tolist())
     return bytes(whole)
 
@@ -191,28 +191,28 @@ def test_wrong_kernels_are_not_believed() -> None:
     """And right ones are: here the native code stands in for them."""
 
     def encode_rows(rows: Sequence[bytes], sources: Sequence[Sequence[Part]], outs: Sequence[Tensor]) -> None:
-        device.encode_batch(3, 2, [Stripe(range(2), sources, outs)])
+        batches.encode_batch(3, 2, [Stripe(range(2), sources, outs)])
 
     def fingerprint_chunks(data: Tensor, chunk_bytes: int) -> Tensor:
-        return device.fingerprints(data)
+        return batches.fingerprints(data)
 
     right = SimpleNamespace(encode_rows=encode_rows, fingerprint_chunks=fingerprint_chunks)
-    assert device.self_test(right, torch.device("cpu")) == ""
-    right.fingerprint_chunks = lambda data, chunk_bytes: device.fingerprints(data) ^ 1
-    assert "fingerprints" in device.self_test(right, torch.device("cpu"))
+    assert batches.self_test(right, torch.device("cpu")) == ""
+    right.fingerprint_chunks = lambda data, chunk_bytes: batches.fingerprints(data) ^ 1
+    assert "fingerprints" in batches.self_test(right, torch.device("cpu"))
     right.encode_rows = lambda rows, sources, outs: [out.zero_() for out in outs]
-    assert "parity" in device.self_test(right, torch.device("cpu"))
+    assert "parity" in batches.self_test(right, torch.device("cpu"))
 
 
 def test_nonsense_in_a_batch_is_refused() -> None:
     row = torch.zeros(8, dtype=torch.uint8)
     for call, reason in [
-        (lambda: device.encode_batch(1, 1, [Stripe([0], [row], [])]), "0 results for 1 rows"),
-        (lambda: device.encode_batch(1, 1, [Stripe([1], [row], [row.clone()])]), "row 1 of 1"),
-        (lambda: device.encode_batch(1, 2, [Stripe([0, 1], [row], [row.clone(), row[:4]])]), "results of 4 and 8"),
-        (lambda: device.encode_batch(1, 1, [Stripe([0], [[Part(1, row)]], [row.clone()])]), "9 bytes"),
-        (lambda: device.fingerprint_spans([[Part(0, row), Part(7, row)]]), "begins at 7"),
-        (lambda: device.fingerprint_spans([[Part(CHUNK_BYTES, row)]]), "bytes on cpu"),
+        (lambda: batches.encode_batch(1, 1, [Stripe([0], [row], [])]), "0 results for 1 rows"),
+        (lambda: batches.encode_batch(1, 1, [Stripe([1], [row], [row.clone()])]), "row 1 of 1"),
+        (lambda: batches.encode_batch(1, 2, [Stripe([0, 1], [row], [row.clone(), row[:4]])]), "results of 4 and 8"),
+        (lambda: batches.encode_batch(1, 1, [Stripe([0], [[Part(1, row)]], [row.clone()])]), "9 bytes"),
+        (lambda: batches.fingerprint_spans([[Part(0, row), Part(7, row)]]), "begins at 7"),
+        (lambda: batches.fingerprint_spans([[Part(CHUNK_BYTES, row)]]), "bytes on cpu"),
     ]:
         with pytest.raises(ValueError, match=reason):
             call()

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.trainer import leaving
-from keepstep.trainer.checks import Checks
-from keepstep.trainer.gather import gather
-from keepstep.trainer.leaving import Cargo, Departure, Lane, cut
-from keepstep.trainer.prints import Prints
-from keepstep.trainer.split import Split
-from keepstep.trainer.units import Unit
+from keepstep.trainer.capture import device_copy
+from keepstep.trainer.capture.device_copy import Cargo, Departure, Lane, cut
+from keepstep.trainer.capture.small_tensors import gather
+from keepstep.trainer.capture.split import Split
+from keepstep.trainer.integrity.checks import Checks
+from keepstep.trainer.integrity.fingerprints import Prints
+from keepstep.trainer.plan.units import Unit
 
 HOST = torch.device("cpu")
 PIECE = 1 << 20
@@ -88,7 +88,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", made.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.compute)
-    monkeypatch.setattr(leaving, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(device_copy, "PIECE_BYTES", PIECE)
     return made
 
 
@@ -182,7 +182,7 @@ def test_what_was_seen_leaves_early(device: Device, monkeypatch: pytest.MonkeyPa
     state = State(30 * PIECE)
     cargo = state.depart(lane_with(0), torch.zeros(state.payload_bytes, dtype=torch.uint8))[0]
     cargo.issue(lambda owner: None, lambda size: None)
-    assert before[0] <= leaving.FIRST_PIECES + len(state.gathered)
+    assert before[0] <= device_copy.FIRST_PIECES + len(state.gathered)
 
 
 def test_a_snapshot_waits_for_its_turn_unless_an_optimizer_waits_for_it(device: Device) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from keepstep.errors import CaptureError
 from keepstep.layout import ALIGN, align
-from keepstep.trainer.scattered import MOST_PIECES, Scattered
-from keepstep.trainer.units import Unit
+from keepstep.trainer.capture.scattered import MOST_PIECES, Scattered
+from keepstep.trainer.plan.units import Unit
 
 START = 4096
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from keepstep.config import TakeConfig
-from keepstep.trainer import capture
-from keepstep.trainer.capture import Capture
-from keepstep.trainer.checks import Checks
-from keepstep.trainer.fence import Fence, Gate
-from keepstep.trainer.job import Job
-from keepstep.trainer.prints import Prints
-from keepstep.trainer.units import Unit
+from keepstep.trainer.capture import capture
+from keepstep.trainer.capture.capture import Capture
+from keepstep.trainer.capture.job import Job
+from keepstep.trainer.integrity.checks import Checks
+from keepstep.trainer.integrity.fingerprints import Prints
+from keepstep.trainer.plan.units import Unit
+from keepstep.trainer.state.optimizer_fence import Fence, Gate
 
 HOST = torch.device("cpu")
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from keepstep.errors import IntegrityError
-from keepstep.trainer.checks import Checks
-from keepstep.trainer.gather import gather
-from keepstep.trainer.prints import ROW, Prints, check_restored, frame, unframe
-from keepstep.trainer.units import Unit
+from keepstep.trainer.capture.small_tensors import gather
+from keepstep.trainer.integrity.checks import Checks
+from keepstep.trainer.integrity.fingerprints import ROW, Prints, check_restored, frame, unframe
+from keepstep.trainer.plan.units import Unit
 
 SIZES = (9 << 20, 100, 5_000_001, 4 << 20)
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from keepstep.trainer import bars
-from keepstep.trainer.bars import LARGE_BYTES, ProgressLine, waiting_for
+from keepstep.trainer.memory import progress
+from keepstep.trainer.memory.progress import LARGE_BYTES, ProgressLine, waiting_for
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def test_what_goes_wrong_while_it_is_shown_comes_through_and_the_bar_ends() -> N
 
 
 def test_pages_that_take_long_to_prepare_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bars, "SLOW_S", 0.0)
+    monkeypatch.setattr(progress, "SLOW_S", 0.0)
     with a_terminal() as terminal:
         with ProgressLine(1000, enabled=True) as show:
             show(500)
@@ -81,7 +81,7 @@ def no_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_without_a_terminal_it_is_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(bars, "SLOW_S", 0.0)
+    monkeypatch.setattr(progress, "SLOW_S", 0.0)
     with caplog.at_level(logging.INFO), no_terminal(monkeypatch):
         with waiting_for(LARGE_BYTES, enabled=True):
             pass

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from keepstep.trainer.blocks import Signature
-from keepstep.trainer.items import Items
-from keepstep.trainer.state import Reader
-from keepstep.trainer.stillness import LOOKS, MAX_BREACHES, MAX_SHARES, MOVED, Glance, Stillness, deal
+from keepstep.trainer.plan.stillness import LOOKS, MAX_BREACHES, MAX_SHARES, MOVED, Glance, Stillness, deal
+from keepstep.trainer.plan.tensor_blocks import Signature
+from keepstep.trainer.state.objects import Items
+from keepstep.trainer.state.reader import Reader
 
 
 def moved() -> bool:

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from keepstep.trainer.items import Items
-from keepstep.trainer.replicas import Replicas, replica_ranks
-from keepstep.trainer.shares import Sharing
-from keepstep.trainer.state import Reader
-from keepstep.trainer.world import Place, Ranks, World
+from keepstep.trainer.connection.world import Place, Ranks, World
+from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.replication import Replicas, replica_ranks
+from keepstep.trainer.state.objects import Items
+from keepstep.trainer.state.reader import Reader
 
 WIDE = 600
 """a weight of WIDE x WIDE floats is more than a MiB"""

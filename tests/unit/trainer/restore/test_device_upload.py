@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from keepstep import faults
-from keepstep.arena.segment import Segment
+from keepstep.arena.memfd import Segment
 from keepstep.errors import IntegrityError
-from keepstep.trainer import ring as module
-from keepstep.trainer.ring import Loads, Ring, Stretch, plan, threads_for
+from keepstep.trainer.restore import device_upload as module
+from keepstep.trainer.restore.device_upload import Loads, Ring, Stretch, plan, threads_for
 
 SIZE = 1_000_000
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from keepstep.trainer.rng import GlobalEncoder, GlobalState, decode_globals, set_rng_state
+from keepstep.trainer.state.rng import GlobalEncoder, GlobalState, decode_globals, set_rng_state
 
 
 @pytest.fixture(autouse=True)

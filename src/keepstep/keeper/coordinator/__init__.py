@@ -1,0 +1,1 @@
+"""What one keeper decides for the whole job. Pure: no clock, socket, file or thread."""

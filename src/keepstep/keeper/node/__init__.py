@@ -1,0 +1,1 @@
+"""What one node decides. Pure: no clock, socket, file or thread."""

@@ -1,0 +1,1 @@
+"""Bytes between nodes: protect a version, fetch or rebuild a snapshot."""

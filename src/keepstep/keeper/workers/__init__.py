@@ -1,0 +1,1 @@
+"""Work on the bytes of this node, outside the event loop."""

@@ -1,0 +1,1 @@
+"""The arithmetic of `parity/` on device tensors, with the same bits."""

@@ -1,0 +1,1 @@
+"""From `take()` to the commit: copies to the arena beside training."""

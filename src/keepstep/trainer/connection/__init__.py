@@ -1,0 +1,1 @@
+"""Who this trainer is, and its connection to the node's keeper."""

@@ -1,0 +1,1 @@
+"""This rank's arena: requested, mapped, page-locked."""

@@ -1,0 +1,1 @@
+"""From the keeper's answer to live objects."""
