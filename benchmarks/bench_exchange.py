@@ -4,8 +4,9 @@
     python benchmarks/bench_exchange.py --quick                                         does it run at all?
 
 Two processes each, memfd to memfd in chunks of 4 MiB, over loopback: `keepstep` asks chunk by chunk through
-`TcpPeers.fetch` and checks xxh3_128; `bare` is os.sendfile into recv_into, no questions, no checks. Rounds interleave;
-figures are medians. Then both again over a link shaped to 300 MB/s (network namespaces, veth, tbf; needs root). Exit
+`TcpTransport.fetch` and checks xxh3_128; `bare` is os.sendfile into recv_into, no questions, no checks. Rounds
+interleave; figures are medians. Then both again over a link shaped to 300 MB/s (network namespaces, veth, tbf; needs
+root). Exit
 status 1 when something could not be measured, whatever the figures say.
 """
 
@@ -36,7 +37,7 @@ from report import provenance, write_result
 from rich.console import Console
 
 from keepstep.config import PeersConfig
-from keepstep.transport import Body, Fetched, Peer, TcpPeers
+from keepstep.transport import Body, Fetched, Peer, TcpTransport
 
 CHUNK_BYTES = 4 << 20
 SECRET = b"nothing of worth in here"
@@ -361,7 +362,7 @@ def keepstep_serve(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> N
         return Body.of_file(fd, index * CHUNK_BYTES, CHUNK_BYTES, table[index])
 
     config = PeersConfig(address=options.address, streams=options.streams)
-    peers = TcpPeers(Peer("server", "1"), "bench", SECRET, config, on_message=ignore, on_link=ignore, serve=serve)
+    peers = TcpTransport(Peer("server", "1"), "bench", SECRET, config, on_message=ignore, on_link=ignore, serve=serve)
     tell({"address": peers.card_address()})
     theirs = next(orders())["address"]
     peers.meet([Peer("client", "1", *theirs)])
@@ -372,7 +373,7 @@ def keepstep_fetch(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> N
     host, _, port = options.address.rpartition(":")
     config = PeersConfig(address="", streams=options.streams)
     linked = threading.Event()
-    peers = TcpPeers(
+    peers = TcpTransport(
         Peer("client", "1"), "bench", SECRET, config, on_message=ignore, on_link=lambda *_: linked.set(),
         serve=lambda *_: Body.of_bytes(b""), towards=host,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from measuring import Device
 
-from keepstep.arena.memfd import Mapping, Segment
+from keepstep.arena.memfd import Mapping, Memfd
 
 PIECE_BYTES = 64 << 20
 REPEATS = 3
@@ -69,7 +69,7 @@ class Ring:
 
 @contextmanager
 def open_ring(size_bytes: int, device: Device) -> Iterator[Ring]:
-    segment = Segment.create(size_bytes)
+    segment = Memfd.create(size_bytes)
     mapping = Mapping(segment)
     mapping.populate(PREFAULT_THREADS, lambda done: None)
     if device.is_cuda:

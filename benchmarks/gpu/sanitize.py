@@ -21,7 +21,7 @@ from torch import Tensor
 from keepstep.parity.code import Code
 from keepstep.parity.fingerprint import fingerprint
 from keepstep.parity.gpu import batches
-from keepstep.parity.gpu.batches import Part, Stripe
+from keepstep.parity.gpu.batches import Stripe, TensorBytes
 
 CODES = ((1, 1), (7, 1), (6, 2), (7, 2), (32, 2), (5, 3))
 SIZE = 70_000
@@ -39,7 +39,12 @@ def main() -> None:
             for stripe in stripes:
                 check(k, m, stripe)
         print("parity", k, m, flush=True)
-    spans = [memory(1_000_003), memory(300_000, 3), memory(1), [Part(246_800, memory(100)), Part(4_000_000, memory(7))]]
+    spans = [
+        memory(1_000_003),
+        memory(300_000, 3),
+        memory(1),
+        [TensorBytes(246_800, memory(100)), TensorBytes(4_000_000, memory(7))],
+    ]
     for span, row in zip(spans, batches.fingerprint_spans(spans).cpu(), strict=True):
         assert bytes(row.numpy()) == fingerprint(read(span)), "fingerprints are wrong"
     small = [memory(size, size % 5) for size in (1, 4, 64, 4096, 65_536, 65_537, SIZE)]
@@ -54,7 +59,7 @@ def memory(size: int, offset: int = 0) -> Tensor:
     return torch.randint(256, (size + offset,), dtype=torch.uint8, device="cuda")[offset:]
 
 
-def read(source: Tensor | list[Part]) -> bytes:
+def read(source: Tensor | list[TensorBytes]) -> bytes:
     parts = batches._parts(source)
     whole = torch.zeros(parts[-1].end, dtype=torch.uint8)
     for part in parts:

@@ -39,7 +39,7 @@ class SnapshotSize(msgspec.Struct, frozen=True):
     payload_bytes: int
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class TensorView(msgspec.Struct, frozen=True, array_like=True):
     """One tensor inside an entry: how to see it in the entry's bytes, and which part of the world's tensor it is."""
 
     path: str
@@ -60,14 +60,14 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     offset: int
     size_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorView, ...]
 
     @property
     def path(self) -> str:
         return self.pieces[0].path
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredChunk(msgspec.Struct, frozen=True):
     """One chunk of a stream in a slot: where, and what."""
 
     offset: int
@@ -80,7 +80,7 @@ class Stored(msgspec.Struct, frozen=True):
     """of parity: the stripe row and the row of the code"""
 
 
-class Stream(msgspec.Struct, frozen=True, array_like=True):
+class ReplicaSet(msgspec.Struct, frozen=True, array_like=True):
     """One replica class, and what this slot stores of it."""
 
     class_id: str
@@ -124,7 +124,7 @@ class Stream(msgspec.Struct, frozen=True, array_like=True):
             return (len(self.chunks) + len(self.parity)) * CHUNK_BYTES
         return (len(self.chunks) - 1) * CHUNK_BYTES + self.chunk_bytes(self.chunks[-1])
 
-    def stored(self) -> tuple[Stored, ...]:
+    def stored(self) -> tuple[StoredChunk, ...]:
         """What lies in the payload, in order: the i-th begins i * 4 MiB behind `offset`.
 
         The stream's short last chunk is as long as it is where nothing follows; before parity it is padded
@@ -132,9 +132,9 @@ class Stream(msgspec.Struct, frozen=True, array_like=True):
         """
         end = self.offset + self.stored_bytes
         places = [(at, min(CHUNK_BYTES, end - at)) for at in range(self.offset, end, CHUNK_BYTES)]
-        data = [Stored(*place, chunk=chunk) for place, chunk in zip(places, self.chunks, strict=False)]
+        data = [StoredChunk(*place, chunk=chunk) for place, chunk in zip(places, self.chunks, strict=False)]
         behind = places[len(self.chunks) :]
-        coded = [Stored(*at, row=row, code_row=code) for at, (row, code) in zip(behind, self.parity, strict=True)]
+        coded = [StoredChunk(*at, row=row, code_row=code) for at, (row, code) in zip(behind, self.parity, strict=True)]
         return tuple(data + coded)
 
 
@@ -146,7 +146,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     entries: tuple[Entry, ...]
     refs: tuple[tuple[int, int], ...]
-    streams: tuple[Stream, ...] = ()
+    streams: tuple[ReplicaSet, ...] = ()
 
     @property
     def unique_bytes(self) -> int:
@@ -244,7 +244,7 @@ def _entries_problem(entries: tuple[Entry, ...], size_bytes: int, where: str) ->
     return f"entries end at {end}, beyond {where} of {size_bytes}" if end > size_bytes else ""
 
 
-def _piece_problem(piece: Piece, entry_bytes: int) -> str:
+def _piece_problem(piece: TensorView, entry_bytes: int) -> str:
     lengths = {len(piece.shape), len(piece.stride), len(piece.global_shape), len(piece.region)}
     if len(lengths) != 1 or max(lengths) > 64:
         return "shape, stride, global shape and region differ in length"
@@ -257,7 +257,7 @@ def _piece_problem(piece: Piece, entry_bytes: int) -> str:
     return "reaches beyond its entry" if last >= entry_bytes else ""
 
 
-def _stream_problem(stream: Stream) -> str:
+def _stream_problem(stream: ReplicaSet) -> str:
     if not 1 <= len(stream.ranks) <= MAX_HOLDERS or len(stream.nodes) != len(stream.ranks):
         return "no holders, too many, or some without a node"
     if not _ascends(stream.ranks) or min(stream.nodes) < 0:

@@ -17,7 +17,7 @@ from keepstep.arena import records as h
 from keepstep.arena.checksum import seal
 from keepstep.arena.records import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
 from keepstep.arena.slots import Arena, total_bytes
-from keepstep.layout import Entry, Layout, Piece, Stream, class_id, digest
+from keepstep.layout import Entry, Layout, ReplicaSet, TensorView, class_id, digest
 from keepstep.types import Incarnation, Version
 
 LIFE = Incarnation(0x0102030405060708, 0x1112131415161718)
@@ -161,11 +161,11 @@ ARENA_DIGEST = "070d73e8f5ba7b9c27cc9821388e84da"
 
 
 def tiny_layout() -> Layout:
-    weight = Piece("model.weight", "float32", (2, 3), (3, 1), 0, (4, 3), (2, 0), True)
-    tied = Piece("model.tied", "float32", (3,), (1,), 12, (3,), (0,), False)
-    step = Piece("optimizer.step", "int64", (), (), 0, (), (), False)
-    shared = (Entry(0, 24, (Piece("model.bias", "float32", (6,), (1,), 0, (6,), (0,), False),)),)
-    stream = Stream(
+    weight = TensorView("model.weight", "float32", (2, 3), (3, 1), 0, (4, 3), (2, 0), True)
+    tied = TensorView("model.tied", "float32", (3,), (1,), 12, (3,), (0,), False)
+    step = TensorView("optimizer.step", "int64", (), (), 0, (), (), False)
+    shared = (Entry(0, 24, (TensorView("model.bias", "float32", (6,), (1,), 0, (6,), (0,), False),)),)
+    stream = ReplicaSet(
         class_id((1, 5), shared), (1, 5), (0, 1), 24, shared, mode="full", n=2, m=0, turn=0, offset=128, chunks=(0,),
         parity=(),
     )  # fmt: skip

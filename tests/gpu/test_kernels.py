@@ -23,7 +23,7 @@ from keepstep.arena.slots import CHUNK_BYTES
 from keepstep.parity.code import Code
 from keepstep.parity.fingerprint import FOLDS, fingerprint
 from keepstep.parity.gpu import batches
-from keepstep.parity.gpu.batches import CopyBatch, EncodeBatch, FingerprintBatch, Part, Source, Stripe
+from keepstep.parity.gpu.batches import CopyBatch, EncodeBatch, FingerprintBatch, Source, Stripe, TensorBytes
 
 pytestmark = [pytest.mark.gpu]
 DEVICE = os.environ.get("KEEPSTEP_TEST_DEVICE", "cuda")
@@ -115,7 +115,9 @@ def mixed_stripes(count: int) -> list[Stripe]:
             if draw.random() < 0.4:
                 cuts = sorted(draw.randrange(size + 1) for _ in range(4))
                 pairs = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
-                sources.append([Part(a, memory(b - a, draw.choice((a % 16, draw.randrange(16))))) for a, b in pairs])
+                sources.append(
+                    [TensorBytes(a, memory(b - a, draw.choice((a % 16, draw.randrange(16))))) for a, b in pairs]
+                )
             else:
                 sources.append(
                     memory(draw.randrange(size + 1), draw.choice((0, 0, 4, 3))) if draw.random() > 0.2 else None
@@ -150,7 +152,10 @@ def test_many_small_copies() -> None:
 
 
 def test_torch_operations_have_the_same_bits() -> None:
-    stripes, spans = mixed_stripes(20), [memory(100), None, [Part(3, memory(5)), Part(300_000, memory(9_999))]]
+    stripes, spans = (
+        mixed_stripes(20),
+        [memory(100), None, [TensorBytes(3, memory(5)), TensorBytes(300_000, memory(9_999))]],
+    )
     with with_torch():
         batches.encode_batch(3, 2, stripes)
         found = batches.fingerprint_spans(spans)
@@ -169,11 +174,13 @@ def test_fingerprints_of_spans_of_all_kinds() -> None:
     draw = random.Random(1)
     spans: list[Source] = [None, memory(CHUNK_BYTES), memory(CHUNK_BYTES - 1, 1)]
     for begin in (SECOND - 8, FIRST - 8, FIRST - 3, 16 * FIRST + 1000, CHUNK_BYTES - 16):
-        spans += [[Part(begin, memory(16, offset))] for offset in (begin % 16, 3)]
+        spans += [[TensorBytes(begin, memory(16, offset))] for offset in (begin % 16, 3)]
     for _ in range(100):
         cuts = sorted(draw.randrange(CHUNK_BYTES + 1) for _ in range(6))
         pairs = zip(cuts[::2], cuts[1::2], strict=True)
-        spans.append([Part(a, memory(b - a, draw.choice((a % 16, a % 16, draw.randrange(16))))) for a, b in pairs])
+        spans.append(
+            [TensorBytes(a, memory(b - a, draw.choice((a % 16, a % 16, draw.randrange(16))))) for a, b in pairs]
+        )
     check_spans(spans, batches.fingerprint_spans(spans))
 
 

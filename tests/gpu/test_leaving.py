@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.trainer.capture.device_copy import PIECE_BYTES, Cargo, Departure, Lane, cut
+from keepstep.trainer.capture.device_copy import PIECE_BYTES, DeviceLane, DeviceTransfer, TransferPlan, cut
 from keepstep.trainer.capture.small_tensors import gather
-from keepstep.trainer.integrity.checks import Checks
-from keepstep.trainer.integrity.fingerprints import Prints
-from keepstep.trainer.plan.units import Unit
+from keepstep.trainer.integrity.checks import SnapshotChecks
+from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
+from keepstep.trainer.plan.units import CopyOp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,18 +32,18 @@ def test_clones_and_fingerprints_are_done_long_before_the_copies() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source = torch.randint(256, (BYTES,), dtype=torch.uint8, device=device)
     payload = torch.zeros(BYTES, dtype=torch.uint8, pin_memory=True)
-    lane = Lane(device, LATE_BYTES)
+    lane = DeviceLane(device, LATE_BYTES)
     lane.warm_up(set())
     nobody: Any = None
-    unit = Unit(source, 0, BYTES, "tensor", frozenset({0}), nobody)
-    checks = Checks(None, [Prints([unit], random.Random(0), whole=False)])
-    cargo = Cargo(payload, (), cut(payload, source, unit.owners))
+    unit = CopyOp(source, 0, BYTES, "tensor", frozenset({0}), nobody)
+    checks = SnapshotChecks(None, [DeviceFingerprints([unit], random.Random(0), whole=False)])
+    cargo = TransferPlan(payload, (), cut(payload, source, unit.owners))
     busy = torch.randn(8192, 8192, device=device)
     for _ in range(2):  # once to load everything
         torch.cuda.synchronize()
         for _ in range(8):
             busy @ busy
-        departure = Departure(lane, cargo, (), lambda: checks.look(device), lambda: checks.leave(device))
+        departure = DeviceTransfer(lane, cargo, (), lambda: checks.look(device), lambda: checks.leave(device))
         assert not departure.begin.query(), "the device must still be busy: otherwise this shows nothing"
         departure.issue(lambda owner: None, lambda size: None)
         deadline = time.monotonic() + PATIENCE_S
@@ -62,21 +62,21 @@ def test_snapshots_in_a_row_hold_what_was_there_when_each_began() -> None:
     small = [torch.empty(100, dtype=torch.uint8, device=device) for _ in range(50)]
     nobody: Any = None
     sizes = [128 * index for index in range(len(small))]
-    units = [Unit(one, at, 100, "small", frozenset({0}), nobody) for one, at in zip(small, sizes, strict=True)]
+    units = [CopyOp(one, at, 100, "small", frozenset({0}), nobody) for one, at in zip(small, sizes, strict=True)]
     begin = 128 * len(small)
-    unit = Unit(large, begin, large.numel(), "large", frozenset({0}), nobody)
+    unit = CopyOp(large, begin, large.numel(), "large", frozenset({0}), nobody)
     gathered = gather(units)
-    lane = Lane(device, LATE_BYTES)
+    lane = DeviceLane(device, LATE_BYTES)
     lane.warm_up(set())
-    begun: list[tuple[Departure, Checks, torch.Tensor]] = []
+    begun: list[tuple[DeviceTransfer, SnapshotChecks, torch.Tensor]] = []
     for number in range(4):
         large.random_(0, 256)
         for one in small:
             one.fill_(number)
         payload = torch.zeros(begin + large.numel(), dtype=torch.uint8, pin_memory=True)
-        checks = Checks(None, [Prints([unit], random.Random(0), whole=True)])
-        cargo = Cargo(payload, gathered, cut(payload[begin:], large, unit.owners))
-        departure = Departure(lane, cargo, (), partial(checks.look, device), partial(checks.leave, device))
+        checks = SnapshotChecks(None, [DeviceFingerprints([unit], random.Random(0), whole=True)])
+        cargo = TransferPlan(payload, gathered, cut(payload[begin:], large, unit.owners))
+        departure = DeviceTransfer(lane, cargo, (), partial(checks.look, device), partial(checks.leave, device))
         departure.issue(lambda owner: None, lambda size: None)
         departure.overtake(0)
         begun.append((departure, checks, payload))

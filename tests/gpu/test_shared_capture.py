@@ -17,16 +17,16 @@ import torch
 from keepstep.arena.memfd import Mapping
 from keepstep.arena.slots import Arena, plan_header
 from keepstep.config import TakeConfig
-from keepstep.layout import CHUNK_BYTES, Stream
+from keepstep.layout import CHUNK_BYTES, ReplicaSet
 from keepstep.parity.code import Code
 from keepstep.trainer.capture.capture import Capture, Job
-from keepstep.trainer.connection.world import Place, World
+from keepstep.trainer.connection.world import RankPlace, World
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.plan import arena_size
-from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.tensor_blocks import build, flat_bytes
-from keepstep.trainer.plan.turns import Turns
-from keepstep.trainer.state.optimizer_fence import Fence
+from keepstep.trainer.plan.turns import PlanTurns
+from keepstep.trainer.state.optimizer_fence import OptimizerFence
 from keepstep.types import Incarnation, Version
 
 pytestmark = pytest.mark.gpu
@@ -50,14 +50,14 @@ def step(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> 
     optimizer.step()
 
 
-def stream_bytes(stream: Stream, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+def stream_bytes(stream: ReplicaSet, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     whole = torch.zeros(stream.size_bytes, dtype=torch.uint8)
     for entry in stream.entries:
         whole[entry.offset : entry.offset + entry.size_bytes] = flat_bytes(tensors[entry.path]).cpu()
     return whole
 
 
-def check(stream: Stream, whole: torch.Tensor, payload: torch.Tensor) -> None:
+def check(stream: ReplicaSet, whole: torch.Tensor, payload: torch.Tensor) -> None:
     chunks = [whole[at : at + CHUNK_BYTES] for at in range(0, len(whole), CHUNK_BYTES)]
     k = stream.n - stream.m
     for stored in stream.stored():
@@ -78,10 +78,10 @@ def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: in
     params, optimizer = make()
     tensors = {f"p{i}": p.detach() for i, p in enumerate(params)}
     tensors |= {f"{key}{i}": optimizer.state[p][key] for i, p in enumerate(params) for key in ("exp_avg", "exp_avg_sq")}
-    sharing = Sharing(World(1, NODES), mode, losses)
-    fence = Fence([("optimizer", optimizer)])
+    sharing = ReplicaShares(World(1, NODES), mode, losses)
+    fence = OptimizerFence([("optimizer", optimizer)])
     built = build(list(tensors.values()), dict(enumerate(tensors)), sharing=sharing, ranks_of=lambda t, p: NODES)
-    turns = Turns(built, sharing, fence.watched, 65536)
+    turns = PlanTurns(built, sharing, fence.watched, 65536)
     header = plan_header(
         arena_size.need_of(turns.first, 100, [], sharing), slots=2, local_index=0, run_id="r", node_id="n",
         instance=bytes(16),
@@ -91,7 +91,7 @@ def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: in
     view.register_with_cuda()
     over: queue.Queue[tuple[Job, str]] = queue.Queue()
     capture = Capture(
-        Place(1, 4, 0, 1), TakeConfig(budget_ms=60_000), fence, landed=lambda job, ranges: None,
+        RankPlace(1, 4, 0, 1), TakeConfig(budget_ms=60_000), fence, landed=lambda job, ranges: None,
         committed=lambda job: over.put((job, "")), voided=lambda job, reason: over.put((job, reason)),
     )  # fmt: skip
     try:

@@ -39,7 +39,7 @@ from keepstep.cli.commands.release import Released
 from keepstep.cli.commands.status import RunStatus
 from keepstep.cli.commands.store import parse_address
 from keepstep.cli.drills.bit_flips import REGIONS, choose_target
-from keepstep.cli.keepers import Borrowed, read_status
+from keepstep.cli.keepers import BorrowedArenas, read_status
 from keepstep.cli.main import COMMANDS, main
 from keepstep.cli.risk import headline, unprotected
 from keepstep.config import Config, resolve
@@ -66,7 +66,7 @@ from keepstep.control.spawn import start_keeper
 from keepstep.control.status import fetch_status
 from keepstep.errors import KeeperError
 from keepstep.identity import Identity, identify
-from keepstep.layout import Entry, Layout, Piece, SnapshotSize, digest
+from keepstep.layout import Entry, Layout, SnapshotSize, TensorView, digest
 from keepstep.types import KeeperStatus, PeerStatus, RankStatus, SlotStatus, Status, Version
 
 WAIT_S = 20.0
@@ -76,8 +76,10 @@ VALUES = b"values that are not tensors"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 LAYOUT = Layout(
     (
-        Entry(0, 64 << 10, (Piece("model.weight", "float32", (128, 128), (128, 1), 0, (256, 128), (128, 0), True),)),
-        Entry(64 << 10, 32 << 10, (Piece("model.[bias]", "bfloat16", (16384,), (1,), 0, (16384,), (0,), False),)),
+        Entry(
+            0, 64 << 10, (TensorView("model.weight", "float32", (128, 128), (128, 1), 0, (256, 128), (128, 0), True),)
+        ),
+        Entry(64 << 10, 32 << 10, (TensorView("model.[bias]", "bfloat16", (16384,), (1,), 0, (16384,), (0,), False),)),
     ),
     ((0, 0), (1, 0)),
 )
@@ -391,7 +393,8 @@ def test_every_command_and_option_is_in_the_documentation() -> None:
 @pytest.mark.parametrize(
     "kind",
     [Status, KeeperStatus, RankStatus, SlotStatus, PeerStatus, Forecast, PlannedPiece, RunStatus, Inspection,
-     ArenaView, SlotView, EntriesView, verify.Verification, verify.Verdict, doctor.Report, doctor_checks.Finding],
+     ArenaView, SlotView, EntriesView, verify.Verification, verify.SnapshotVerdict, doctor.DoctorReport,
+     doctor_checks.Finding],
 )  # fmt: skip
 def test_every_field_of_the_json_is_in_the_documentation(kind: type[msgspec.Struct]) -> None:
     text = DOCS.read_text(encoding="utf-8")
@@ -704,7 +707,7 @@ def test_the_same_seed_flips_the_same_bits_back(node: Node) -> None:
     node.job().do("take", 0)
     drill = ["drill", "flip-bits", "--count", "200", "--seed", "11", "--yes"]
     with arenas_of(node) as arenas:
-        target = choose_target(Borrowed(arenas), rank=None, region="payload")
+        target = choose_target(BorrowedArenas(arenas), rank=None, region="payload")
         before = target.arena.segment.read(target.span.offset, target.span.size_bytes)
         assert node.cli(*drill).returncode == 0
         struck = target.arena.segment.read(target.span.offset, target.span.size_bytes)

@@ -39,8 +39,8 @@ def test_a_node_that_never_comes_is_an_error_in_time(monkeypatch: pytest.MonkeyP
     from keepstep.config import Config, KeeperConfig
     from keepstep.errors import KeeperError
     from keepstep.testing.run import LocalRun
-    from keepstep.trainer.capture.capture import Place
     from keepstep.trainer.connection.agreement import meet
+    from keepstep.trainer.connection.world import RankPlace
 
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
@@ -49,4 +49,4 @@ def test_a_node_that_never_comes_is_an_error_in_time(monkeypatch: pytest.MonkeyP
     with LocalRun() as run:
         config = Config(keeper=KeeperConfig(request_s=6))
         with pytest.raises(KeeperError, match="the trainers of all nodes did not come in time"):
-            meet(run.identity, config, Place(0, 2, 0, 1))
+            meet(run.identity, config, RankPlace(0, 2, 0, 1))

@@ -33,7 +33,7 @@ from keepstep.config import Config, KeeperConfig
 from keepstep.control import messages as p
 from keepstep.control.client import KeeperClient
 from keepstep.control.spawn import ALREADY_RUNNING, start_keeper
-from keepstep.launcher.keeper_supervisor import Holder
+from keepstep.launcher.keeper_supervisor import KeeperSupervisor
 from keepstep.testing.run import LocalRun, alive, wait_until
 from keepstep.types import Incarnation, Version
 
@@ -164,7 +164,7 @@ def test_a_zombie_of_an_older_incarnation_is_dead_before_the_new_one_restores(zy
 def test_a_zombie_that_never_came_back_to_the_new_keeper_is_fenced_too(zygote: Zygote) -> None:
     """Stopped in mid-copy when its keeper dies: the keeper that takes over has never met it, and it holds a map."""
     with job(zygote, settings=RATE) as made:
-        holder = Holder(made.run.identity, Config(keeper=KeeperConfig(start_s=20.0)))
+        holder = KeeperSupervisor(made.run.identity, Config(keeper=KeeperConfig(start_s=20.0)))
         try:
             holder.status(timeout_s=30.0, patient=True)
             zombie = made.start({"KEEPSTEP_INCARNATION": "1:1"}, pace_s=PACE_S)

@@ -24,7 +24,7 @@ from keepstep.arena.records import PAGE
 from keepstep.arena.slots import DIGEST_BYTES, GRANT_PAGE, LEDGER_PAGE, PROGRESS_PAGE, Arena
 from keepstep.config import Config, KeeperConfig
 from keepstep.control.messages import Done, Release
-from keepstep.launcher.keeper_supervisor import Holder
+from keepstep.launcher.keeper_supervisor import KeeperSupervisor
 from keepstep.testing.run import LocalRun, wait_until
 
 SIZES = (3, 1000, 70_001, 1_100_003)
@@ -57,7 +57,7 @@ class Case:
     def __init__(self, run: LocalRun) -> None:
         self.run = run
         self.step = 0
-        self.holder = Holder(run.identity, Config(keeper=KeeperConfig(start_s=20.0)))
+        self.holder = KeeperSupervisor(run.identity, Config(keeper=KeeperConfig(start_s=20.0)))
         self.holder.status(timeout_s=30.0, patient=True)
 
     @contextmanager

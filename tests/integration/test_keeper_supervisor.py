@@ -23,7 +23,7 @@ from keepstep.control.client import KeeperClient
 from keepstep.control.messages import Done, Hold, Release, StatusIs, WantArenas, WantStatus
 from keepstep.errors import KeeperError
 from keepstep.identity import Identity
-from keepstep.launcher.keeper_supervisor import Holder
+from keepstep.launcher.keeper_supervisor import KeeperSupervisor
 from keepstep.types import Status
 
 # Registers, has an arena made, closes every descriptor it gets, and waits to be told to say goodbye.
@@ -121,8 +121,8 @@ def node() -> Iterator[Node]:
 
 
 @pytest.fixture
-def holder(node: Node) -> Iterator[Holder]:
-    made = Holder(node.identity, node.config)
+def holder(node: Node) -> Iterator[KeeperSupervisor]:
+    made = KeeperSupervisor(node.identity, node.config)
     try:
         yield made
     finally:
@@ -153,7 +153,7 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_killed_keepers_get_the_memory_back_from_the_launcher_alone(node: Node, holder: Holder) -> None:
+def test_killed_keepers_get_the_memory_back_from_the_launcher_alone(node: Node, holder: KeeperSupervisor) -> None:
     assert holder.status(timeout_s=20, patient=False).memory_bytes == 0
     arena_id, fresh = node.start_trainer(1)
     assert fresh
@@ -170,7 +170,7 @@ def test_killed_keepers_get_the_memory_back_from_the_launcher_alone(node: Node, 
     assert node.start_trainer(2) == (arena_id, False)
 
 
-def test_a_keeper_that_ends_on_purpose_is_replaced_only_when_asked_for(node: Node, holder: Holder) -> None:
+def test_a_keeper_that_ends_on_purpose_is_replaced_only_when_asked_for(node: Node, holder: KeeperSupervisor) -> None:
     before = open_fds()
     first = holder.status(timeout_s=20, patient=False).keeper
     node.start_trainer(1)
@@ -189,7 +189,7 @@ def test_a_keeper_that_ends_on_purpose_is_replaced_only_when_asked_for(node: Nod
 
 def test_a_launch_right_after_the_last_one_waits_for_the_old_keeper_to_go(node: Node) -> None:
     for _ in range(5):
-        launcher = Holder(node.identity, node.config)
+        launcher = KeeperSupervisor(node.identity, node.config)
         try:
             node.keepers.add(launcher.status(timeout_s=20, patient=False).keeper.pid)
         finally:
@@ -197,13 +197,13 @@ def test_a_launch_right_after_the_last_one_waits_for_the_old_keeper_to_go(node: 
     assert len(node.keepers) == 5
 
 
-def test_the_end_of_the_launcher_ends_a_keeper_that_keeps_nothing(node: Node, holder: Holder) -> None:
+def test_the_end_of_the_launcher_ends_a_keeper_that_keeps_nothing(node: Node, holder: KeeperSupervisor) -> None:
     node.keepers.add(holder.status(timeout_s=20, patient=False).keeper.pid)
     holder.close()
     wait_until(lambda: not node.identity.runtime_dir.exists())
 
 
-def test_the_end_of_the_launcher_leaves_a_keeper_that_holds_state(node: Node, holder: Holder) -> None:
+def test_the_end_of_the_launcher_leaves_a_keeper_that_holds_state(node: Node, holder: KeeperSupervisor) -> None:
     holder.status(timeout_s=20, patient=False)
     arena_id, _ = node.start_trainer(1)
     wait_until(lambda: answers(node))
@@ -214,7 +214,7 @@ def test_the_end_of_the_launcher_leaves_a_keeper_that_holds_state(node: Node, ho
 
 def test_a_keeper_that_cannot_start_is_an_error_that_says_why(node: Node) -> None:
     base = node.identity.runtime_dir.parent
-    nowhere = Holder(Identity("r", "n", base / ("x" * 100), outlives_launch=True), node.config)
+    nowhere = KeeperSupervisor(Identity("r", "n", base / ("x" * 100), outlives_launch=True), node.config)
     try:
         started = time.monotonic()
         with pytest.raises(KeeperError, match="too long for a unix socket path"):

@@ -19,8 +19,8 @@ from keepstep.layout import SnapshotSize
 from keepstep.testing.run import LocalRun
 from keepstep.trainer.capture.capture import Capture
 from keepstep.trainer.capture.scattered import Scattered
-from keepstep.trainer.integrity.checks import Checks
-from keepstep.trainer.restore.device_upload import Loads
+from keepstep.trainer.integrity.checks import SnapshotChecks
+from keepstep.trainer.restore.device_upload import UploadPlan
 
 
 class Watching:
@@ -92,14 +92,14 @@ def test_restore_through_the_ring_is_exact(run: LocalRun, monkeypatch: pytest.Mo
         assert snapshots.take(1).wait(timeout_s=10) >= keepstep.Survives.PROCESS
         snapshots.close(finished=False)
     loaded: list[int] = []
-    monkeypatch.setattr(Loads, "takes", lambda self, target: True)
-    add = Loads.add
+    monkeypatch.setattr(UploadPlan, "takes", lambda self, target: True)
+    add = UploadPlan.add
 
-    def count(self: Loads, source: int | torch.Tensor, target: torch.Tensor) -> None:
+    def count(self: UploadPlan, source: int | torch.Tensor, target: torch.Tensor) -> None:
         loaded.append(target.numel())
         add(self, source, target)
 
-    monkeypatch.setattr(Loads, "add", count)
+    monkeypatch.setattr(UploadPlan, "add", count)
     after = Training(seed=2)
     after.wide["columns"] = torch.randn(30, 20)  # the same shape with its elements in another order
     with keepstep.Snapshotter(after.state, run.config()) as snapshots:
@@ -134,19 +134,19 @@ def test_the_first_snapshots_are_all_looked_at_as_they_should_be(
 ) -> None:
     """What the next one compares is prepared before anybody can begin it, however long that takes."""
     made = {"first": 0, "next": 0}
-    first, following = Checks.first, Checks.next
+    first, following = SnapshotChecks.first, SnapshotChecks.next
 
-    def count_first(*args: Any, **kwargs: Any) -> Checks:
+    def count_first(*args: Any, **kwargs: Any) -> SnapshotChecks:
         made["first"] += 1
         return first(*args, **kwargs)
 
-    def slow_next(*args: Any, **kwargs: Any) -> Checks:
+    def slow_next(*args: Any, **kwargs: Any) -> SnapshotChecks:
         made["next"] += 1
         time.sleep(0.05)
         return following(*args, **kwargs)
 
-    monkeypatch.setattr(Checks, "first", count_first)
-    monkeypatch.setattr(Checks, "next", slow_next)
+    monkeypatch.setattr(SnapshotChecks, "first", count_first)
+    monkeypatch.setattr(SnapshotChecks, "next", slow_next)
     monkeypatch.setattr(Training, "width", 300)
     training = Training(seed=1)
     training.step()

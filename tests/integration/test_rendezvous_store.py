@@ -14,45 +14,45 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from keepstep.control.membership import Agreement, Known
+from keepstep.control.membership import NodeClaim, RoundAgreement
 from keepstep.control.messages import NodeCard
 from keepstep.launcher.agent import (
-    Attendance,
     ClosedError,
     DuplicateError,
-    Member,
+    RendezvousAgent,
     RoundEndedError,
+    SeatedAgent,
     StoreLostError,
 )
-from keepstep.launcher.rounds import Rules
+from keepstep.launcher.rounds import RoundRules
 from keepstep.launcher.store import serve
 
 import msgspec  # isort: skip
 
 DEAD_S = 1.5  # beats come every 0.5 s
-THREE = Rules(3, 3, dead_s=DEAD_S, settle_s=1, first_call_s=2, last_call_s=1, grace_s=2)
+THREE = RoundRules(3, 3, dead_s=DEAD_S, settle_s=1, first_call_s=2, last_call_s=1, grace_s=2)
 
 
 class Agent:
     """What a launcher does around its attendance, and a socket that stands for its keeper."""
 
-    def __init__(self, node_id: str, rules: Rules, port: Callable[[], int]) -> None:
+    def __init__(self, node_id: str, rules: RoundRules, port: Callable[[], int]) -> None:
         self.keeper: socket.socket | None = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._hang_up, args=[self.keeper], daemon=True).start()
         self.card = NodeCard(node_id, "i", "127.0.0.1", self.keeper.getsockname()[1])
         self.members: list[NodeCard] = []
         self.number = 0
-        self.places: list[Member] = []
+        self.places: list[SeatedAgent] = []
         self.problem: BaseException | None = None
         self.over = False
-        self.attendance = Attendance(node_id, rules, connect=lambda: connect(port()), store_s=5)
+        self.attendance = RendezvousAgent(node_id, rules, connect=lambda: connect(port()), store_s=5)
         self.thread = threading.Thread(target=self._live, daemon=True)
 
     def _live(self) -> None:
         """Join, begin, wait for the end of the round, join again: like an agent whose workers stop at once."""
         try:
             while not self.over:
-                known = Known(self.card, self.number, members_number=self.number)
+                known = NodeClaim(self.card, self.number, members_number=self.number)
                 member = self.attendance.join(known, self.members, timeout_s=20)
                 with contextlib.suppress(RoundEndedError):
                     self._settle(member)
@@ -62,9 +62,9 @@ class Agent:
         except BaseException as error:
             self.problem = error
 
-    def _settle(self, member: Member) -> None:
+    def _settle(self, member: SeatedAgent) -> None:
         text = self.attendance.run(lambda store: store.get(member.board.agreement), timeout_s=5)
-        agreed = msgspec.json.decode(text, type=Agreement)
+        agreed = msgspec.json.decode(text, type=RoundAgreement)
         self.members, self.number = agreed.nodes, agreed.incarnation.number
         self.attendance.run(lambda store: store.set(f"ready/{member.round}/{member.rank}", "1"), timeout_s=5)
         keys = [f"ready/{member.round}/{rank}" for rank in range(len(agreed.nodes))]
@@ -95,7 +95,7 @@ class Agent:
 
 @dataclass
 class Job:
-    rules: Rules = THREE
+    rules: RoundRules = THREE
     store: TCPStore | None = field(default_factory=lambda: serve("127.0.0.1", 0))
     port: int = 0
     agents: dict[str, Agent] = field(default_factory=dict)
@@ -187,7 +187,7 @@ def test_a_dead_keeper_ends_nothing(job: Job) -> None:
 def test_a_node_that_dies_before_its_round_began_does_not_hold_it_up(job: Job) -> None:
     job.start("a", "b")
     slow = Agent("c", job.rules, lambda: job.port)
-    known = Known(slow.card, 0)
+    known = NodeClaim(slow.card, 0)
     member = slow.attendance.join(known, [], timeout_s=20)  # it gets a place, and never says that it is ready
     assert (member.round, member.rank) == (1, 2)
     slow.die(keeper=False)
@@ -238,7 +238,7 @@ def test_a_store_that_is_lost_is_an_error_only_for_those_that_need_it(job: Job) 
     time.sleep(2)
     assert a.attendance.why_ended() == ""  # workers that work go on
     with pytest.raises(StoreLostError):
-        b.attendance.join(Known(b.card, 1), [], timeout_s=20)
+        b.attendance.join(NodeClaim(b.card, 1), [], timeout_s=20)
 
 
 def test_a_store_that_came_back_empty_is_told_where_the_job_stands(job: Job) -> None:

@@ -19,14 +19,23 @@ from transport_nodes import RUN_ID, SECRET, Node, Process, TcpNet, num_sockets, 
 from keepstep import faults
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
-from keepstep.transport import Body, FetchError, Peer, TcpPeers
+from keepstep.transport import Body, FetchError, Peer, TcpTransport
 from keepstep.transport.address import resolve_address
-from keepstep.transport.connection import Wire, WireError
+from keepstep.transport.connection import PeerSocket, PeerSocketError
 from keepstep.transport.door import MAX_UNAUTHENTICATED
-from keepstep.transport.frames import MESSAGE, REQUEST_HEAD_BYTES, SERVED, AnswerHead, RequestHead, Sealer
-from keepstep.transport.handshake import CONTROL, DATA, WELCOME, AuthError, Dialing, Listening, Self, run_key
-from keepstep.transport.links import Links
-from keepstep.transport.session import Session
+from keepstep.transport.frames import MESSAGE, REQUEST_HEAD_BYTES, SERVED, AnswerHead, FrameSigner, RequestHead
+from keepstep.transport.handshake import (
+    CONTROL,
+    DATA,
+    WELCOME,
+    AuthError,
+    DialingHandshake,
+    KeeperSelf,
+    ListeningHandshake,
+    run_key,
+)
+from keepstep.transport.links import PeerLinks
+from keepstep.transport.session import PeerSession
 
 THING_BYTES = 1 << 20
 
@@ -42,7 +51,7 @@ class Direct:
     ) -> Node:
         node = Node(node_id, "1")
         settings = PeersConfig(**({"dead_s": 0.8, "timeout_s": 2.0, "address": address} | config))
-        node.peers = TcpPeers(
+        node.peers = TcpTransport(
             node.card, run_id, secret, settings, on_message=node.on_message, on_link=node.on_link, serve=node.serve
         )
         node.card = Peer(node_id, "1", *node.peers.card_address())
@@ -232,7 +241,7 @@ class Rogue:
     """Node `b`, by hand."""
 
     def __init__(self, a: Node, bystander: Node) -> None:
-        self.me = Self("b", "1", RUN_ID)
+        self.me = KeeperSelf("b", "1", RUN_ID)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.card = Peer("b", "1", *self.listener.getsockname())
         self.a = a.card
@@ -242,10 +251,10 @@ class Rogue:
 
     def dial_control(self) -> bool:
         wire = self.connect()
-        dialing = Dialing(wire, self.me, CONTROL, binding=b"", deadline=time.monotonic() + 5)
+        dialing = DialingHandshake(wire, self.me, CONTROL, binding=b"", deadline=time.monotonic() + 5)
         try:
             dialing.shake(run_key(SECRET, RUN_ID), self.a)
-        except (AuthError, WireError):  # a was dialling us
+        except (AuthError, PeerSocketError):  # a was dialling us
             wire.close()
             return False
         dialing.confirm(True)
@@ -253,35 +262,35 @@ class Rogue:
         self.ident, self.key, self.mine, _ = dialing.keys()
         return True
 
-    def dial_data(self) -> Wire:
+    def dial_data(self) -> PeerSocket:
         wire = self.connect()
-        dialing = Dialing(wire, self.me, DATA, binding=b"", deadline=time.monotonic() + 5)
+        dialing = DialingHandshake(wire, self.me, DATA, binding=b"", deadline=time.monotonic() + 5)
         try:
             dialing.shake(self.key, self.a, self.ident)
-        except (AuthError, WireError):
+        except (AuthError, PeerSocketError):
             wire.close()
             raise
         return wire
 
-    def serve_data(self) -> Wire:
+    def serve_data(self) -> PeerSocket:
         """The next stream that a opens to us. Its attempts to make a link of its own are not answered."""
         self.listener.settimeout(5)
         while True:
             sock, _ = self.listener.accept()
-            wire = Wire(sock, timeout_s=5)
+            wire = PeerSocket(sock, timeout_s=5)
             try:
-                heard = Listening.hear(
+                heard = ListeningHandshake.hear(
                     wire, self.me, key_of=lambda kind, _: self.key if kind == DATA else None, binding=b"",
                     deadline=time.monotonic() + 5,
                 )  # fmt: skip
-            except (AuthError, WireError):
+            except (AuthError, PeerSocketError):
                 wire.close()
                 continue
             heard.rule(WELCOME)
             return wire
 
-    def connect(self) -> Wire:
-        return Wire(socket.create_connection((self.a.address, self.a.port)), timeout_s=5)
+    def connect(self) -> PeerSocket:
+        return PeerSocket(socket.create_connection((self.a.address, self.a.port)), timeout_s=5)
 
     def close(self) -> None:
         self.control.close()
@@ -309,11 +318,15 @@ def rogue(net: Direct) -> Iterator[tuple[Rogue, Node, Node]]:
 def test_rubbish_on_a_control_connection_ends_that_link_only(rogue: tuple[Rogue, Node, Node], seed: int) -> None:
     b, a, _ = rogue
     rng = random.Random(seed)
-    sealer = Sealer(b.mine)
+    sealer = FrameSigner(b.mine)
     b.control.write(sealer.seal(MESSAGE, b"a good one first"))
     b.control.write(
         rng.choice(
-            [rng.randbytes(500), b"\x43\x4b\x01\0\xff\xff\xff\xff" + bytes(16), Sealer(b.mine).seal(MESSAGE, b"again")]
+            [
+                rng.randbytes(500),
+                b"\x43\x4b\x01\0\xff\xff\xff\xff" + bytes(16),
+                FrameSigner(b.mine).seal(MESSAGE, b"again"),
+            ]
         )
     )
     until(lambda: "b" in [node_id for node_id, up, _ in a.links if not up], "the end of it")
@@ -335,7 +348,7 @@ def test_rubbish_on_a_stream_ends_that_stream_only(rogue: tuple[Rogue, Node, Nod
             ]
         )
     )
-    with pytest.raises(WireError):
+    with pytest.raises(PeerSocketError):
         bad.read_exact(1, deadline=time.monotonic() + 5)
     bad.close()
     good = b.dial_data()
@@ -362,15 +375,15 @@ def test_a_stream_needs_the_key_of_a_living_session(rogue: tuple[Rogue, Node, No
     wire = b.dial_data()
     key = b.key
     b.key = b"guessed key".ljust(32)
-    with pytest.raises((AuthError, WireError)):
+    with pytest.raises((AuthError, PeerSocketError)):
         b.dial_data()
     b.key = key
     b.control.close()
     until(lambda: not a.peers.up("b"))
-    with pytest.raises(WireError):
+    with pytest.raises(PeerSocketError):
         wire.read_exact(1, deadline=time.monotonic() + 5)
     wire.close()
-    with pytest.raises((AuthError, WireError)):
+    with pytest.raises((AuthError, PeerSocketError)):
         b.dial_data()
 
 
@@ -558,8 +571,8 @@ def test_a_guest_that_proves_itself_is_let_in_and_may_ask_where_that_is_allowed(
     heard: list[str] = []
     settings = PeersConfig(address="127.0.0.1", dead_s=1.0, timeout_s=3.0)
 
-    def peers(node_id: str, max_guests: int, instance: str = "1") -> TcpPeers:
-        return TcpPeers(
+    def peers(node_id: str, max_guests: int, instance: str = "1") -> TcpTransport:
+        return TcpTransport(
             Peer(node_id, instance), "run", bytes(32), settings, on_message=lambda node, data: heard.append(node),
             on_link=lambda *args: None, serve=lambda node, request: Body.of_bytes(b"yours"), max_guests=max_guests,
         )  # fmt: skip
@@ -592,13 +605,13 @@ def test_a_guest_that_proves_itself_is_let_in_and_may_ask_where_that_is_allowed(
 def test_a_word_of_one_peer_is_no_reason_to_look_after_all(net: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a thousand peers somebody is heard every millisecond."""
     looks: list[tuple[int, str]] = []
-    tend = Links._tend
+    tend = PeerLinks._tend
 
-    def counted(self: Links, session: Session) -> None:
+    def counted(self: PeerLinks, session: PeerSession) -> None:
         looks.append((id(self), session.peer.node_id))
         tend(self, session)
 
-    monkeypatch.setattr(Links, "_tend", counted)
+    monkeypatch.setattr(PeerLinks, "_tend", counted)
     nodes = [net.make(name, dead_s=8.0) for name in "abcd"]
     net.acquaint(*nodes)
     a, b = nodes[:2]

@@ -17,9 +17,9 @@ from transport_nodes import RUN_ID, SECRET, Node, TcpNet, num_sockets, our_threa
 
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
-from keepstep.transport import FetchError, Peer, TcpPeers
-from keepstep.transport.connection import Wire, WireError
-from keepstep.transport.handshake import CONTROL, AuthError, Dialing, Self, run_key
+from keepstep.transport import FetchError, Peer, TcpTransport
+from keepstep.transport.connection import PeerSocket, PeerSocketError
+from keepstep.transport.handshake import CONTROL, AuthError, DialingHandshake, KeeperSelf, run_key
 from keepstep.transport.tls import Tls, channel_binding
 
 
@@ -110,15 +110,17 @@ def test_silence_cancel_and_deadline_work_as_without(net: TcpNet) -> None:
 def test_the_secret_is_still_needed(net: TcpNet, authority: dict[str, str]) -> None:
     a = net.make("a")
     with Wired(a, authority) as wire:
-        dialing = Dialing(wire, Self("b", "1", RUN_ID), CONTROL, binding=channel_binding(wire), deadline=soon())
-        with pytest.raises((AuthError, WireError)):
+        dialing = DialingHandshake(
+            wire, KeeperSelf("b", "1", RUN_ID), CONTROL, binding=channel_binding(wire), deadline=soon()
+        )
+        with pytest.raises((AuthError, PeerSocketError)):
             dialing.shake(run_key(b"some other secret", RUN_ID), a.card)
 
 
 def test_a_certificate_of_another_authority_is_not_let_in(net: TcpNet, tmp_path: Path) -> None:
     a = net.make("a")
     other = make_authority(tmp_path, "theirs") | {"tls_ca": make_settings(net)["tls_ca"]}
-    with pytest.raises(WireError), Wired(a, other) as wire:
+    with pytest.raises(PeerSocketError), Wired(a, other) as wire:
         # TLS 1.3: the client learns only when it reads.
         wire.read_exact(1, deadline=soon())
     until(lambda: a.peers.counters()["strangers"] == 1)
@@ -126,9 +128,9 @@ def test_a_certificate_of_another_authority_is_not_let_in(net: TcpNet, tmp_path:
 
 def test_no_certificate_or_no_tls_is_not_let_in(net: TcpNet) -> None:
     a = net.make("a")
-    plain = Wire(socket.create_connection((a.card.address, a.card.port)), timeout_s=5)
-    with pytest.raises(WireError):
-        Dialing(plain, Self("b", "1", RUN_ID), CONTROL, binding=b"", deadline=soon()).shake(
+    plain = PeerSocket(socket.create_connection((a.card.address, a.card.port)), timeout_s=5)
+    with pytest.raises(PeerSocketError):
+        DialingHandshake(plain, KeeperSelf("b", "1", RUN_ID), CONTROL, binding=b"", deadline=soon()).shake(
             run_key(SECRET, RUN_ID), a.card
         )
     plain.close()
@@ -154,7 +156,7 @@ def test_an_older_tls_is_not_spoken(net: TcpNet, authority: dict[str, str]) -> N
 def test_a_peer_without_tls_and_one_with_it_do_not_meet(net: TcpNet) -> None:
     a = net.make("a")
     plain = Node("b", "1")
-    plain.peers = TcpPeers(
+    plain.peers = TcpTransport(
         plain.card, RUN_ID, SECRET, PeersConfig(address="127.0.0.1", dead_s=0.6),
         on_message=plain.on_message, on_link=plain.on_link, serve=plain.serve,
     )  # fmt: skip
@@ -178,15 +180,15 @@ def test_a_handshake_relayed_by_somebody_with_a_good_certificate_fails(net: TcpN
 
     def relay() -> None:
         sock, _ = listener.accept()
-        near = Wire(sock, timeout_s=5)
-        far = Wire(socket.create_connection(b.peers.card_address()), timeout_s=5)
+        near = PeerSocket(sock, timeout_s=5)
+        far = PeerSocket(socket.create_connection(b.peers.card_address()), timeout_s=5)
         try:
             tls.secure(near, server=True, timeout_s=5)
             tls.secure(far, server=False, timeout_s=5)
             for source, target, size, name in ((near, far, 56, "a"), (far, near, 64, "b"), (near, far, 1, "a")):
                 target.write(source.read_exact(size, deadline=soon()))
                 passed[name] += size
-        except WireError:
+        except PeerSocketError:
             pass
         finally:
             near.close()
@@ -207,8 +209,8 @@ def test_the_binding_is_the_same_on_both_ends_and_never_twice(authority: dict[st
     seen = set()
     for _ in range(3):
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            near = Wire(socket.create_connection(listener.getsockname()), timeout_s=5)
-            far = Wire(listener.accept()[0], timeout_s=5)
+            near = PeerSocket(socket.create_connection(listener.getsockname()), timeout_s=5)
+            far = PeerSocket(listener.accept()[0], timeout_s=5)
         thread = threading.Thread(target=tls.secure, args=(far,), kwargs={"server": True, "timeout_s": 5})
         thread.start()
         tls.secure(near, server=False, timeout_s=5)
@@ -246,14 +248,14 @@ class Wired:
     def __init__(self, node: Node, settings: dict[str, str]) -> None:
         tls = Tls.of(PeersConfig(**settings))
         assert tls is not None
-        self.wire = Wire(socket.create_connection((node.card.address, node.card.port)), timeout_s=5)
+        self.wire = PeerSocket(socket.create_connection((node.card.address, node.card.port)), timeout_s=5)
         try:
             tls.secure(self.wire, server=False, timeout_s=5)
-        except WireError:
+        except PeerSocketError:
             self.wire.close()
             raise
 
-    def __enter__(self) -> Wire:
+    def __enter__(self) -> PeerSocket:
         return self.wire
 
     def __exit__(self, *_: object) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 import xxhash
 
 from keepstep.config import PeersConfig
-from keepstep.testing.memory_transport import Hub, MemoryPeers
-from keepstep.transport import Body, Peer, Refusal, TcpPeers
+from keepstep.testing.memory_transport import MemoryHub, MemoryTransport
+from keepstep.transport import Body, Peer, Refusal, TcpTransport
 
 SECRET = b"a secret of this run"
 RUN_ID = "run-1"
@@ -135,7 +135,7 @@ class MemoryNet(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self._hub = Hub()
+        self._hub = MemoryHub()
         self.cut, self.heal = self._by_name(self._hub.cut), self._by_name(self._hub.heal)
         self.freeze, self.thaw = self._by_name(self._hub.freeze), self._by_name(self._hub.thaw)
         self.corrupt = self._by_name(self._hub.corrupt)
@@ -145,7 +145,7 @@ class MemoryNet(Net):
         return lambda *nodes: order(*(node.node_id for node in nodes))
 
     def _start(self, node: Node, config: PeersConfig) -> None:
-        node.peers = MemoryPeers(
+        node.peers = MemoryTransport(
             self._hub, node.card, config, on_message=node.on_message, on_link=node.on_link, serve=node.serve
         )
         node.card = node.peers.me
@@ -186,7 +186,7 @@ class TcpNet(Net):
         config = PeersConfig(
             **{name: getattr(config, name) for name in config.given} | {"address": address} | self._tls
         )
-        node.peers = TcpPeers(
+        node.peers = TcpTransport(
             node.card, RUN_ID, SECRET, config, on_message=node.on_message, on_link=node.on_link, serve=node.serve
         )
         proxy = Proxy(self, node.node_id, node.peers.card_address())
@@ -323,7 +323,7 @@ class Process:
 def main() -> None:
     said = json.loads(sys.argv[1])
     node = Node(said["node_id"], "1")
-    peers = TcpPeers(
+    peers = TcpTransport(
         node.card, RUN_ID, SECRET, PeersConfig(**said["config"]),
         on_message=lambda node_id, message: peers.send(node_id, b"echo " + message), on_link=node.on_link,
         serve=node.serve,

@@ -12,7 +12,7 @@ from keepstep.arena import records as h
 from keepstep.arena.chunks import read_table, region_spans
 from keepstep.arena.records import PAGE
 from keepstep.arena.slots import GRANT_PAGE, LEDGER_PAGE, Arena
-from keepstep.parity.parity_buffer import DIGEST_BYTES, META, HeldParity, is_parity
+from keepstep.parity.parity_buffer import DIGEST_BYTES, META, ParityBuffer, is_parity
 from keepstep.types import Version
 
 IN_SLOTS = (
@@ -95,7 +95,7 @@ def _slot_places(fd: int, version: Version) -> list[tuple[str, int, int]]:
 
 
 def _parity_places(fd: int, run_id: str, node_id: str) -> list[tuple[str, int, int]]:
-    held = HeldParity.adopt(os.dup(fd), run_id=run_id, node_id=node_id)
+    held = ParityBuffer.adopt(os.dup(fd), run_id=run_id, node_id=node_id)
     assert held.header is not None
     found = [("parity header", 0, 2 * h.RECORD_BYTES), ("parity manifests", META, held.header.meta_bytes)]
     for number, offset, size in held._places.values():

@@ -13,7 +13,7 @@ from nodes import Run, running
 
 from keepstep.arena.memfd import NAME
 from keepstep.layout import CHUNK_BYTES
-from keepstep.parity.parity_buffer import HeldParity
+from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.parity.placement import memory_bytes
 
 # Headers, tables and values: pages, not parts of the state.
@@ -66,7 +66,7 @@ def test_parity_that_is_ready_when_its_keeper_has_ended_goes_with_it(place: Path
         later = network._later
 
         def too_late(call: Callable[..., None], *args: object) -> None:
-            if any(isinstance(arg, HeldParity) for arg in args):
+            if any(isinstance(arg, ParityBuffer) for arg in args):
                 keeper.end("killed by the test")
             later(call, *args)
 

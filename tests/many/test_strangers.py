@@ -23,12 +23,19 @@ from keepstep.config import PeersConfig
 from keepstep.control.messages import NodeCard
 from keepstep.errors import IntegrityError
 from keepstep.keeper.coordinator import messages
-from keepstep.keeper.coordinator.messages import Exchange, Failure, GrantOrder, GrantSaid, Orders, Report
-from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, META, PARITY, REBUILT, STREAM, Wanted
+from keepstep.keeper.coordinator.messages import (
+    EarlierGrantProgress,
+    ExchangeProgress,
+    Failure,
+    GrantOrder,
+    Orders,
+    Report,
+)
+from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, META, PARITY, REBUILT, STREAM, ChunkRequest
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.recovery.plan import Rebuild
 from keepstep.transport.interface import Body, FetchError, Peer
-from keepstep.transport.tcp import TcpPeers
+from keepstep.transport.tcp import TcpTransport
 from keepstep.types import Incarnation, Version
 
 ABSURD = (-1, 0, 1, 7, 1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63))
@@ -44,10 +51,10 @@ def three(place: Path) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def stranger(run: Run, *, secret: bytes, run_id: str = "", node_id: str = "z") -> Iterator[TcpPeers]:
+def stranger(run: Run, *, secret: bytes, run_id: str = "", node_id: str = "z") -> Iterator[TcpTransport]:
     """A keeper's voice without a keeper, that knows where the others are."""
     config = PeersConfig(address="127.0.0.1", dead_s=1.0, timeout_s=2.0, streams=1)
-    peers = TcpPeers(
+    peers = TcpTransport(
         Peer(node_id, secrets.token_hex(8)), run_id or run.run_id, secret, config,
         on_message=lambda node_id, data: None, on_link=lambda node_id, up, reason: None,
         serve=lambda node_id, data: Body.of_bytes(b""),
@@ -87,7 +94,7 @@ def test_a_keeper_that_does_not_belong_gets_nothing(what: str, place: Path) -> N
             time.sleep(0.5)
             assert not any(peers.up(node_id) for node_id in "abc")
             assert not peers.send("a", b"hello")
-            request = Wanted(MANIFEST, run.trainers[0].protected).encode()
+            request = ChunkRequest(MANIFEST, run.trainers[0].protected).encode()
             with pytest.raises(FetchError):
                 peers.fetch("a", request, None, size_bytes=1 << 20, expect=None, timeout_s=1.0).result(5)
             run.protect()
@@ -210,9 +217,9 @@ def absurd_report(
     return Report(
         node_id, instance, run.trainers[0].incarnation, number, draw.choice(["serving", "restoring", "?"]),
         card or card_of(node_id), draw.random() < 0.5, (draw.choice(ABSURD),), draw.choice(ABSURD),
-        slots=draw.choice(ABSURD), grants=(GrantSaid(draw.choice(ABSURD), -1, version, sealed=True),),
+        slots=draw.choice(ABSURD), grants=(EarlierGrantProgress(draw.choice(ABSURD), -1, version, sealed=True),),
         opened=(GrantOrder(draw.choice(ABSURD), draw.choice(ABSURD)),), placed=(key,),
-        exchange=Exchange(key, draw.choice(ABSURD), "?"), damaged=(version,), unreachable=("nobody",),
+        exchange=ExchangeProgress(key, draw.choice(ABSURD), "?"), damaged=(version,), unreachable=("nobody",),
         losses=draw.choice(ABSURD), group_size=draw.choice(ABSURD),
         inventory=Inventory((held,), version, ("?",), (parity,), version),
         failures=(Failure(draw.choice(ABSURD), "nobody", -9, version, True, "?"),),
@@ -228,7 +235,7 @@ def absurd_orders(run: Run, draw: random.Random) -> Orders:
     )  # fmt: skip
 
 
-def absurd_request(run: Run, draw: random.Random) -> Wanted:
+def absurd_request(run: Run, draw: random.Random) -> ChunkRequest:
     real = run.trainers[0].protected or absurd_version(run, draw)
     key = draw.choice([SetKey(real, run.trainers[0].incarnation, 1), absurd_key(run, draw)])
     ranks = draw.choice([((0,), (1,), (2,)), ((-1,),), (), ((0,), (1,), (2,), (3,))])
@@ -236,7 +243,7 @@ def absurd_request(run: Run, draw: random.Random) -> Wanted:
         key, draw.choice([1, 2, 0, -1, 1 << 40]), draw.choice([0, 1, -1, 99]), ranks,
         tuple(("nobody",) for _ in ranks), tuple("nobody" for _ in ranks),
     )  # fmt: skip
-    return Wanted(
+    return ChunkRequest(
         draw.choice([MANIFEST, DATA, PARITY, META, STREAM, CHECK, REBUILT, "?"]),
         draw.choice([real, absurd_version(run, draw), None]), draw.choice(ABSURD), draw.choice(ABSURD),
         draw.choice([key, None]), draw.choice(ABSURD), draw.choice(ABSURD), "x" * draw.choice([0, 5, 5000]),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from keepstep.parity import galois
 from keepstep.parity.code import Code
 from keepstep.parity.fingerprint import combine, fingerprint
-from keepstep.parity.placement import Place, Placement, ShareMap, cut_groups, keep_positions, recoverable
+from keepstep.parity.placement import NodePlace, Placement, ShareMap, cut_groups, keep_positions, recoverable
 
 
 @st.composite
@@ -54,7 +54,7 @@ def test_changes_of_one_or_two_bytes_always_show(data: bytes, more: st.DataObjec
 @given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=60), st.integers(2, 36), st.integers(0, 4))
 def test_groups_are_even_large_enough_and_spread(domains: list[str], group_size: int, losses: int) -> None:
     losses = min(losses, len(domains) - 1)
-    groups = cut_groups([Place(f"n{i}", domain) for i, domain in enumerate(domains)], group_size, losses)
+    groups = cut_groups([NodePlace(f"n{i}", domain) for i, domain in enumerate(domains)], group_size, losses)
     sizes = [len(group) for group in groups]
     assert sorted(i for group in groups for i in group) == list(range(len(domains)))
     assert max(sizes) - min(sizes) <= 1

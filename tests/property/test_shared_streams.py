@@ -10,16 +10,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keepstep.layout import CHUNK_BYTES, Layout, Stream, decode
+from keepstep.layout import CHUNK_BYTES, Layout, ReplicaSet, decode
 from keepstep.parity.code import Code
 from keepstep.trainer.connection.world import Ranks, World
 from keepstep.trainer.plan.copy_plan import CopyPlan
-from keepstep.trainer.plan.parity_ops import Coded
-from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.parity_ops import ParityOp
+from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.tensor_blocks import build
-from keepstep.trainer.plan.turns import Turns
+from keepstep.trainer.plan.turns import PlanTurns
 from keepstep.trainer.restore.replica_chunks import Chunks
-from keepstep.trainer.restore.saved_snapshot import Saved
+from keepstep.trainer.restore.saved_snapshot import SavedSnapshot
 from keepstep.values import TensorRef
 
 some = settings(
@@ -42,18 +42,18 @@ class Job:
         world = World(rank, tuple(r // self.per_node for r in range(self.num_nodes * self.per_node)))
         paths = {index: f"t{index}" for index in range(len(self.tensors))}
         known = {id(tensor): ranks for tensor, ranks in zip(self.tensors, self.classes, strict=True)}
-        sharing = Sharing(world, mode, losses)
+        sharing = ReplicaShares(world, mode, losses)
         built = build(
             self.tensors, paths, sharing=sharing, ranks_of=lambda tensor, path: sharing.holders(known[id(tensor)])
         )
-        plan = Turns(built, sharing, [], 65536).at(step)
+        plan = PlanTurns(built, sharing, [], 65536).at(step)
         assert decode(plan.encoded, payload_bytes=plan.payload_bytes) == plan.layout
         payload = torch.full((plan.payload_bytes,), 0xA5, dtype=torch.uint8)
         for offset, size in plan.gaps:
             payload[offset : offset + size] = 0
         for unit in [*plan.small, *plan.loose, *plan.fenced]:
             target = payload[unit.offset : unit.offset + unit.size_bytes]
-            if isinstance(unit, Coded):
+            if isinstance(unit, ParityOp):
                 unit.compute(target)
             else:
                 target.copy_(unit.source)
@@ -93,7 +93,7 @@ def assert_restored(job: Job, layout: Layout, payload: torch.Tensor, held: dict[
     chunks: dict[str, Chunks] = {
         stream.class_id: [held[stream.class_id, q] for q in range(stream.num_chunks)] for stream in layout.streams
     }
-    saved = Saved({}, layout, payload, chunks)
+    saved = SavedSnapshot({}, layout, payload, chunks)
     for index, tensor in enumerate(job.tensors):
         here = torch.zeros_like(tensor)
         saved.write(here, TensorRef(index))
@@ -180,7 +180,7 @@ def test_shares_give_everything_back_after_any_loss_that_they_cover(
 
 
 def rebuild(
-    stream: Stream, held: dict[tuple[str, int], torch.Tensor], parity: dict[tuple[str, int, int], torch.Tensor]
+    stream: ReplicaSet, held: dict[tuple[str, int], torch.Tensor], parity: dict[tuple[str, int, int], torch.Tensor]
 ) -> None:
     """As a keeper would: what is missing of a stripe row, from what is left of it."""
     k = stream.n - stream.m
@@ -208,7 +208,7 @@ def rebuild(
 def test_share_of_a_rank_is_never_larger_than_the_room_that_is_foreseen_for_it(job: Job, losses: int) -> None:
     job = everywhere(job)
     world = World(0, tuple(rank // job.per_node for rank in range(job.num_nodes * job.per_node)))
-    sharing = Sharing(world, "share", losses)
+    sharing = ReplicaShares(world, "share", losses)
     for step in range(4):
         for stream in job.capture(0, "share", losses, step)[0].layout.streams:
             assert stream.stored_bytes <= sharing.stored_bytes(stream.ranks, stream.size_bytes)

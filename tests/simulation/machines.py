@@ -158,7 +158,7 @@ class Machine:
         if self.told is not None and told.incarnation.number < self.told.incarnation.number:
             return  # there was another round meanwhile
         self.told = with_own_card(told, self.card)
-        self.hear(e.MembersSet(self.told))
+        self.hear(e.MembershipSet(self.told))
 
     def _launcher_comes(self) -> None:
         self._give_back()
@@ -385,10 +385,10 @@ class Machine:
 
     # Peers
 
-    def _tell(self, effect: e.Tell) -> None:
+    def _tell(self, effect: e.SendToPeer) -> None:
         self.world.network.send(self, effect)
 
-    def _meet(self, effect: e.Meet) -> None:
+    def _meet(self, effect: e.SetPeers) -> None:
         self.met = {card.node_id: card.instance for card in effect.cards}
         self.world.network.recompute(self)
 
@@ -405,10 +405,10 @@ class Machine:
         self.parities.pop(effect.buffer_id, None)
         self.world.rules.memory_changed()
 
-    def _bring_in(self, effect: e.BringIn) -> None:
+    def _bring_in(self, effect: e.FetchSnapshot) -> None:
         self.brought.append(Bringing(self, effect))
 
-    def _give_up(self, effect: e.GiveUpBringing) -> None:
+    def _give_up(self, effect: e.CancelFetches) -> None:
         for one in self.brought:
             one.stopped = one.stopped or one.effect.plan <= effect.plan
 
@@ -430,10 +430,10 @@ _EFFECTS: dict[type, Callable[[Machine, Any], None]] = {
     e.Kill: Machine._kill,
     e.End: Machine._ends,
     e.Log: lambda machine, effect: None,
-    e.Tell: Machine._tell,
-    e.Meet: Machine._meet,
-    e.BringIn: Machine._bring_in,
-    e.GiveUpBringing: Machine._give_up,
+    e.SendToPeer: Machine._tell,
+    e.SetPeers: Machine._meet,
+    e.FetchSnapshot: Machine._bring_in,
+    e.CancelFetches: Machine._give_up,
     e.StartExchange: Machine._start_exchange,
     e.StopExchange: Machine._stop_exchange,
     e.FreeParity: Machine._free_parity,

@@ -14,13 +14,13 @@ from lives_of_many import live
 from world_of_many import Setting
 
 from keepstep.keeper.coordinator import grants, protection
-from keepstep.keeper.coordinator.coordinator import Job
+from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import Orders
-from keepstep.keeper.coordinator.state import Board
+from keepstep.keeper.coordinator.state import CoordinatorState
 from keepstep.keeper.node import events as e
 from keepstep.keeper.node import protection as node_protection
 from keepstep.keeper.node import snapshots
-from keepstep.keeper.node.state import FREE, SEALED, Member, Node, Slot
+from keepstep.keeper.node.state import FREE, SEALED, NodeState, RegisteredTrainer, Slot
 
 SEEDS = 40
 SLOW = (0.4, 0.6)
@@ -29,7 +29,7 @@ SLOW = (0.4, 0.6)
 def only_a_newer_protected_version_frees_a_slot(patch: pytest.MonkeyPatch) -> None:
     """B1, literally: "overwritten only when a newer one has reached the protection on all ranks"."""
 
-    def free_slot(node: Node, member: Member) -> Slot | None:
+    def free_slot(node: NodeState, member: RegisteredTrainer) -> Slot | None:
         arena = node.arenas.get(member.arena_id)
         named = {grant.slots.get(member.index) for grant in node.grants.open}
         protected = node.kept.protected
@@ -48,7 +48,7 @@ def only_a_newer_protected_version_frees_a_slot(patch: pytest.MonkeyPatch) -> No
 def a_node_skips_on_its_own(patch: pytest.MonkeyPatch) -> None:
     """B2: who could not honour a grant is left out, and the version counts as complete for the rest."""
 
-    def settle(board: Board, now: float) -> None:
+    def settle(board: CoordinatorState, now: float) -> None:
         for grant in board.open:
             if len(grant.said) == len(board.views) and grant.versions:
                 grant.void = None
@@ -63,7 +63,7 @@ def a_node_skips_on_its_own(patch: pytest.MonkeyPatch) -> None:
 def what_is_late_is_dropped(patch: pytest.MonkeyPatch) -> None:
     """B3: a newer version takes the place of the one that is being protected."""
 
-    def protect(board: Board, now: float) -> None:
+    def protect(board: CoordinatorState, now: float) -> None:
         orders = board.orders
         if orders.target is not None and orders.complete is not None and orders.complete > orders.target:
             board.change(target=None, attempt=orders.attempt + 1)
@@ -76,7 +76,7 @@ def what_is_late_is_dropped(patch: pytest.MonkeyPatch) -> None:
 def groups_choose_what_to_protect(patch: pytest.MonkeyPatch) -> None:
     """B3: each group protects what is the newest when it begins, and the groups never share a version."""
 
-    def orders_for(self: Job, node_id: str) -> Orders:
+    def orders_for(self: Coordinator, node_id: str) -> Orders:
         orders = real(self, node_id)
         group = orders.group
         if orders.target is None or group is None or self.views.keys() <= set(group.members):
@@ -85,14 +85,14 @@ def groups_choose_what_to_protect(patch: pytest.MonkeyPatch) -> None:
             return orders
         return msgspec.structs.replace(orders, target=orders.complete)
 
-    real = Job.orders_for
-    patch.setattr(Job, "orders_for", orders_for)
+    real = Coordinator.orders_for
+    patch.setattr(Coordinator, "orders_for", orders_for)
 
 
 def one_parity_buffer(patch: pytest.MonkeyPatch) -> None:
     """B4: the next version is encoded over the one that is protected."""
 
-    def take_orders(node: Node) -> None:
+    def take_orders(node: NodeState) -> None:
         before = node.exchange
         real(node)
         if node.exchange is not None and node.exchange is not before:
@@ -111,7 +111,7 @@ def a_reader_pins_its_slot(patch: pytest.MonkeyPatch) -> None:
         found = {self.protected, self.complete, self.target, self.base, *pinned}
         return {version for version in found if version is not None}
 
-    def abandon(board: Board, reason: str, now: float) -> None:
+    def abandon(board: CoordinatorState, reason: str, now: float) -> None:
         pinned.add(board.orders.target)
         real(board, reason, now)
 

@@ -17,7 +17,7 @@ from world_of_many import Network, Setting, World
 from keepstep.keeper.coordinator.messages import Report
 from keepstep.keeper.node import events as e
 from keepstep.keeper.node.core import Core
-from keepstep.parity.placement import Place, cut_groups
+from keepstep.parity.placement import NodePlace, cut_groups
 from keepstep.types import Version
 
 # Generous: it took 0.03 ms per report on a busy machine of two cores.
@@ -31,7 +31,7 @@ class Neighbours(Network):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         setting = world.setting
-        places = [Place(f"n{number}") for number in range(setting.nodes)]
+        places = [NodePlace(f"n{number}") for number in range(setting.nodes)]
         groups = cut_groups(places, setting.group_size, setting.losses)
         named = [[places[index].node_id for index in group] for group in groups]
         self.near = {node_id: sorted({"n0", *group}) for group in named for node_id in group}
@@ -77,8 +77,8 @@ class Timed(World):
                 self.node_s.append(took)
                 return effects
             self.heard += 1
-            self.told += sum(isinstance(effect, e.Tell) for effect in effects)
-            if isinstance(event, e.PeerSaid) and isinstance(event.word, Report):
+            self.told += sum(isinstance(effect, e.SendToPeer) for effect in effects)
+            if isinstance(event, e.PeerMessage) and isinstance(event.word, Report):
                 self.report_s.append(took)
             return effects
 

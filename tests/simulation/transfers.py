@@ -13,7 +13,7 @@ from keepstep.keeper.coordinator.messages import Failure
 from keepstep.keeper.node import events as e
 from keepstep.parity.placement import Placement
 from keepstep.recovery.inventory import ParitySet
-from keepstep.recovery.plan import Piece
+from keepstep.recovery.plan import RankSource
 
 if TYPE_CHECKING:
     from machines import Machine
@@ -61,7 +61,7 @@ class Exchanging:
             return
         if self.world.now - self.said_at >= SAY_S:
             self.said_at = self.world.now
-            machine.hear(e.ExchangeMoved(effect.key, self.moved))
+            machine.hear(e.ExchangeAdvanced(effect.key, self.moved))
         self._next(self.pace_s)
 
     def _failed(self, source: Machine, bad: list[int]) -> None:
@@ -75,7 +75,7 @@ class Exchanging:
                     if slot.whole == (rank, self.effect.key.version) and slot.sealed == self.effect.key.version:
                         source.in_this_life(0.02, source.verify, arena.arena_id, index, slot.sealed)
         problem = f"{source.node_id} does not have what its manifest says"
-        self.machine.hear(e.ExchangeMoved(self.effect.key, self.moved, problem))
+        self.machine.hear(e.ExchangeAdvanced(self.effect.key, self.moved, problem))
 
     def _placed(self) -> None:
         machine, effect = self.machine, self.effect
@@ -92,7 +92,7 @@ class Exchanging:
 class Bringing:
     """A rank's snapshot on its way here: it arrives if its sources really have it."""
 
-    def __init__(self, machine: Machine, effect: e.BringIn) -> None:
+    def __init__(self, machine: Machine, effect: e.FetchSnapshot) -> None:
         self.machine, self.effect, self.world = machine, effect, machine.world
         self.stopped, self.tries = False, 0
         self.place: tuple[FakeArena, int] | None = None
@@ -104,7 +104,7 @@ class Bringing:
     def _try(self) -> None:
         machine, effect, piece = self.machine, self.effect, self.effect.piece
         if self.stopped:
-            machine.hear(e.BroughtIn(effect.plan, piece.rank, "", 0, None))
+            machine.hear(e.SnapshotFetched(effect.plan, piece.rank, "", 0, None))
             return
         failed = self._failed_source(piece)
         if failed is not None:
@@ -112,7 +112,7 @@ class Bringing:
             if self.tries < TRIES:
                 self._next(RETRY_S)
                 return
-            machine.hear(e.BroughtIn(effect.plan, piece.rank, "", 0, None, (failed,)))
+            machine.hear(e.SnapshotFetched(effect.plan, piece.rank, "", 0, None, (failed,)))
             return
         if self.place is None:  # its first bytes are here: from now on the slot is being written
             self._begin()
@@ -149,9 +149,9 @@ class Bringing:
             machine.hear(arena.describe())
         where = (piece.rank, self.world.setting.world_size, effect.local_world_size, 1)
         sealed = e.SlotSealed(arena.arena_id, index, piece.version, *where)
-        machine.hear(e.BroughtIn(effect.plan, piece.rank, arena.arena_id, index, sealed))
+        machine.hear(e.SnapshotFetched(effect.plan, piece.rank, arena.arena_id, index, sealed))
 
-    def _failed_source(self, piece: Piece) -> Failure | None:
+    def _failed_source(self, piece: RankSource) -> Failure | None:
         """The first source that does not give what the plan counts on, as `keeper.bringing` would say it."""
         for node_id, rank in self._sources(piece):
             source = self.world.machines.get(node_id)
@@ -168,7 +168,7 @@ class Bringing:
                 return Failure(self.effect.plan, node_id, rank, piece.version, True, f"{node_id} sends rubbish")
         return None
 
-    def _sources(self, piece: Piece) -> list[tuple[str, int]]:
+    def _sources(self, piece: RankSource) -> list[tuple[str, int]]:
         """(node, rank or -1 for parity) of all that is read."""
         rebuild = piece.rebuild
         if rebuild is None:

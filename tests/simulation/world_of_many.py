@@ -141,7 +141,7 @@ class Network:
         machine = self.world.machines[other]
         return link is not None and link.up and not machine.frozen and machine.core is not None
 
-    def send(self, sender: Machine, effect: e.Tell) -> None:
+    def send(self, sender: Machine, effect: e.SendToPeer) -> None:
         link = self.links.get(_pair(sender.node_id, effect.node_id))
         draw = self.world.random
         if link is None or not link.up or draw.random() < self.world.drop_rate:
@@ -150,10 +150,10 @@ class Network:
         for _ in range(2 if draw.random() < self.world.twice_rate else 1):
             slow = draw.random() < self.world.slow_rate
             delay_s = draw.uniform(0.02, 0.7) if slow else draw.uniform(0.001, 0.02)
-            word = e.PeerSaid(sender.node_id, effect.word)
+            word = e.PeerMessage(sender.node_id, effect.word)
             target.in_this_life(delay_s, self._deliver, link, link.epoch, target, word)
 
-    def _deliver(self, link: Link, epoch: int, target: Machine, word: e.PeerSaid) -> None:
+    def _deliver(self, link: Link, epoch: int, target: Machine, word: e.PeerMessage) -> None:
         if link.epoch == epoch:
             target.hear(word)
 

@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 
 from keepstep import layout as layouts
 from keepstep.errors import IntegrityError
-from keepstep.layout import ALIGN, Entry, Layout, Piece, align, decode, describe, digest
+from keepstep.layout import ALIGN, Entry, Layout, TensorView, align, decode, describe, digest
 
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def piece(**changes: Any) -> Piece:
+def piece(**changes: Any) -> TensorView:
     """A 2 x 3 float32 tensor, the second half of a 4 x 3 one."""
-    return msgspec.structs.replace(Piece("model.weight", "float32", (2, 3), (3, 1), 0, (4, 3), (2, 0), True), **changes)
+    return msgspec.structs.replace(
+        TensorView("model.weight", "float32", (2, 3), (3, 1), 0, (4, 3), (2, 0), True), **changes
+    )
 
 
 def layout(**changes: Any) -> Layout:
@@ -80,12 +82,12 @@ def test_digest_changes_with_every_field_of_the_layout() -> None:
     assert all(len(one) == 16 for one in digests)
 
 
-def _each_field_changed() -> list[Piece]:
+def _each_field_changed() -> list[TensorView]:
     other: dict[str, Any] = {
         "path": "model.bias", "dtype": "int32", "shape": (3, 2), "stride": (1, 2), "start": 4,
         "global_shape": (6, 3), "region": (0, 0), "sharded": False,
     }  # fmt: skip
-    assert set(other) == set(Piece.__struct_fields__)
+    assert set(other) == set(TensorView.__struct_fields__)
     return [piece(**{name: value}) for name, value in other.items()]
 
 
@@ -210,9 +212,9 @@ sizes = st.integers(0, 200) | st.integers(-2, 2**64 - 1)
 names = st.text(max_size=5)
 
 
-def piece_of(num_dims: int) -> st.SearchStrategy[Piece]:
+def piece_of(num_dims: int) -> st.SearchStrategy[TensorView]:
     dims = st.tuples(*[st.integers(-1, 9) | sizes] * num_dims)
-    return st.builds(Piece, names, names, dims, dims, sizes, dims, dims, st.booleans())
+    return st.builds(TensorView, names, names, dims, dims, sizes, dims, dims, st.booleans())
 
 
 pieces = st.integers(0, 3).flatmap(piece_of)

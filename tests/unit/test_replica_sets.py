@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from keepstep import layout as layouts
 from keepstep.errors import IntegrityError
-from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece, Stream, class_id, decode, describe
+from keepstep.layout import CHUNK_BYTES, Entry, Layout, ReplicaSet, TensorView, class_id, decode, describe
 
 MiB = 1 << 20
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def piece(path: str, size_bytes: int) -> Piece:
-    return Piece(path, "uint8", (size_bytes,), (1,), 0, (size_bytes,), (0,), False)
+def piece(path: str, size_bytes: int) -> TensorView:
+    return TensorView(path, "uint8", (size_bytes,), (1,), 0, (size_bytes,), (0,), False)
 
 
 ENTRIES = (
@@ -28,17 +28,17 @@ ENTRIES = (
 SIZE = 9 * MiB + 7
 
 
-def stream(**changes: Any) -> Stream:
+def stream(**changes: Any) -> ReplicaSet:
     """Nine and a bit MiB in three chunks, held by two ranks on each of two nodes; all of it is stored."""
     ranks = changes.get("ranks", (0, 1, 2, 3))
-    made = Stream(
+    made = ReplicaSet(
         class_id(ranks, changes.get("entries", ENTRIES)), ranks, (0, 0, 1, 1), SIZE, ENTRIES, mode="full", n=2, m=0,
         turn=0, offset=64, chunks=(0, 1, 2), parity=(),
     )  # fmt: skip
     return msgspec.structs.replace(made, **changes)
 
 
-def layout(*streams: Stream, **changes: Any) -> Layout:
+def layout(*streams: ReplicaSet, **changes: Any) -> Layout:
     made = Layout((Entry(0, 8, (piece("x", 8),)),), ((0, 0), (2, 0), (1, 0)), streams or (stream(),))
     return msgspec.structs.replace(made, **changes)
 

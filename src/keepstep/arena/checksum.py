@@ -29,7 +29,7 @@ WINDOW_BYTES = 1 << 20
 RUN = 16
 
 
-class Over(Protocol):
+class MapFunction(Protocol):
     """`map`, or that of a pool of threads."""
 
     def __call__(self, work: Callable[[list[Chunk]], bytes], runs: list[list[Chunk]], /) -> Iterable[bytes]: ...
@@ -42,7 +42,12 @@ Known = Callable[[Arena, int, int], dict[int, bytes]]
 
 
 def read_digests(
-    arena: Arena, slot: int, chunks: list[Chunk], *, cancelled: Callable[[], bool] = lambda: False, over: Over = map
+    arena: Arena,
+    slot: int,
+    chunks: list[Chunk],
+    *,
+    cancelled: Callable[[], bool] = lambda: False,
+    over: MapFunction = map,
 ) -> bytes:
     """Through the descriptor."""
     buffers: list[memoryview] = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import xxhash
 
 from keepstep.arena.records import TrainerHeader
-from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, Span
+from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, SlotSpan
 from keepstep.errors import IntegrityError
 from keepstep.layout import CHUNK_BYTES, num_chunks
 
@@ -27,29 +27,29 @@ class Chunk:
     region: str
     index: int
     """counted within its region"""
-    span: Span
+    span: SlotSpan
 
     @property
     def region_text(self) -> str:
         return _TEXTS.get(self.region, self.region)
 
 
-def region_spans(arena: Arena, slot: int, trainer: TrainerHeader) -> dict[str, Span]:
+def region_spans(arena: Arena, slot: int, trainer: TrainerHeader) -> dict[str, SlotSpan]:
     """The used bytes of each region. Raises when the header claims what cannot be."""
     layout, values, payload = arena.used_spans(slot, trainer)
     shared = trainer.shared_offset
     return {
         LAYOUT: layout,
         VALUES: values,
-        UNIQUE: Span(payload.offset, shared),
-        SHARED: Span(payload.offset + shared, payload.size_bytes - shared),
+        UNIQUE: SlotSpan(payload.offset, shared),
+        SHARED: SlotSpan(payload.offset + shared, payload.size_bytes - shared),
     }
 
 
 def chunk_spans(arena: Arena, slot: int, trainer: TrainerHeader) -> list[Chunk]:
     """All chunks of a slot, in the order of its checksum table."""
     return [
-        Chunk(region, index, Span(span.offset + start, min(CHUNK_BYTES, span.size_bytes - start)))
+        Chunk(region, index, SlotSpan(span.offset + start, min(CHUNK_BYTES, span.size_bytes - start)))
         for region, span in region_spans(arena, slot, trainer).items()
         for index, start in enumerate(range(0, span.size_bytes, CHUNK_BYTES))
     ]

@@ -41,7 +41,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class Segment:
+class Memfd:
     """A sealed memfd by its descriptor, which the segment owns."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
@@ -49,7 +49,7 @@ class Segment:
         self.size_bytes = size_bytes
 
     @classmethod
-    def create(cls, size_bytes: int, *, reserve: bool = True) -> Segment:
+    def create(cls, size_bytes: int, *, reserve: bool = True) -> Memfd:
         """A new memfd with all its memory reserved: shortage is an error here, not a SIGBUS later.
 
         Without `reserve` it must be called before anybody maps the memory: writing into pages that are not
@@ -83,7 +83,7 @@ class Segment:
             raise _refused(self.size_bytes, error) from error
 
     @classmethod
-    def adopt(cls, fd: int) -> Segment:
+    def adopt(cls, fd: int) -> Memfd:
         """Take a descriptor that came from elsewhere, after checking that it is a sealed memfd of sane size.
 
         A refused descriptor stays the caller's to close.
@@ -163,7 +163,7 @@ def _refuse_bad_memory(error: OSError, offset: int) -> None:
         raise IntegrityError(f"the memory of the arena is bad at {offset}: {error.strerror}") from error
 
 
-_mapped: weakref.WeakSet[Segment] = weakref.WeakSet()
+_mapped: weakref.WeakSet[Memfd] = weakref.WeakSet()
 
 
 class Mapping:
@@ -173,7 +173,7 @@ class Mapping:
     child, so a data-loader worker that outlives its trainer would hold the memory.
     """
 
-    def __init__(self, segment: Segment, *, writable: bool = True) -> None:
+    def __init__(self, segment: Memfd, *, writable: bool = True) -> None:
         faults.point("segment.map")
         _mapped.add(segment)
         size = segment.size_bytes

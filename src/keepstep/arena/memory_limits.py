@@ -18,7 +18,7 @@ UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryLimits:
     """What the machine and the cgroup would still give."""
 
     available_bytes: int
@@ -32,12 +32,12 @@ class Room:
         return min(self.available_bytes, self.cgroup_limit_bytes - self.cgroup_used_bytes)
 
 
-def measure(root: Path = Path("/")) -> Room:
+def measure(root: Path = Path("/")) -> MemoryLimits:
     limit, used = _cgroup(root)
-    return Room(_mem_available(root), limit, used)
+    return MemoryLimits(_mem_available(root), limit, used)
 
 
-def check(need_bytes: int, what: str, *, room: Room, memory_limit_bytes: int = 0) -> None:
+def check(need_bytes: int, what: str, *, room: MemoryLimits, memory_limit_bytes: int = 0) -> None:
     """Raise the one error that a user gets when the arena does not fit."""
     allowed = room.free_bytes - RESERVE_BYTES
     if memory_limit_bytes:

@@ -25,7 +25,7 @@ from typing import TypeVar
 import xxhash
 
 from keepstep.arena import records as h
-from keepstep.arena.memfd import Segment
+from keepstep.arena.memfd import Memfd
 from keepstep.arena.records import PAGE, ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
 from keepstep.errors import IntegrityError, KeeperError
 from keepstep.layout import ALIGN, SnapshotSize, align, num_chunks
@@ -40,7 +40,7 @@ R = TypeVar("R", bound=h.Record)
 
 
 @dataclass(frozen=True)
-class Span:
+class SlotSpan:
     """A stretch of the arena, by absolute offset."""
 
     offset: int
@@ -87,7 +87,7 @@ def total_bytes(header: ArenaHeader) -> int:
 class Arena:
     """Typed access to a segment. Owns the segment."""
 
-    def __init__(self, segment: Segment, header: ArenaHeader) -> None:
+    def __init__(self, segment: Memfd, header: ArenaHeader) -> None:
         self.segment = segment
         self.header = header
         self.arena_id = header.arena_id.hex()
@@ -99,7 +99,7 @@ class Arena:
         problem = _header_problem(header, total_bytes(header))
         if problem:
             raise KeeperError(f"an arena like this cannot be made: {problem}")
-        segment = Segment.create(total_bytes(header), reserve=reserve)
+        segment = Memfd.create(total_bytes(header), reserve=reserve)
         try:
             segment.write(0, header.encode())
         except BaseException:
@@ -113,7 +113,7 @@ class Arena:
 
         A refused descriptor stays the caller's to close.
         """
-        segment = Segment.adopt(fd)
+        segment = Memfd.adopt(fd)
         header = ArenaHeader.decode(segment.read(0, ArenaHeader.SIZE))
         problem = _header_problem(header, segment.size_bytes)
         if problem:
@@ -142,22 +142,22 @@ class Arena:
         assert 0 <= slot < self.num_slots, f"slot {slot} of {self.num_slots}"
         return self.header.first_slot + slot * self.header.slot_stride
 
-    def layout_span(self, slot: int) -> Span:
-        return Span(self.slot_offset(slot) + 2 * PAGE, self.header.layout_capacity)
+    def layout_span(self, slot: int) -> SlotSpan:
+        return SlotSpan(self.slot_offset(slot) + 2 * PAGE, self.header.layout_capacity)
 
-    def values_span(self, slot: int) -> Span:
+    def values_span(self, slot: int) -> SlotSpan:
         before = self.layout_span(slot)
-        return Span(before.offset + before.size_bytes, self.header.values_capacity)
+        return SlotSpan(before.offset + before.size_bytes, self.header.values_capacity)
 
-    def table_span(self, slot: int) -> Span:
+    def table_span(self, slot: int) -> SlotSpan:
         before = self.values_span(slot)
-        return Span(before.offset + before.size_bytes, self.header.table_capacity)
+        return SlotSpan(before.offset + before.size_bytes, self.header.table_capacity)
 
-    def payload_span(self, slot: int) -> Span:
+    def payload_span(self, slot: int) -> SlotSpan:
         before = self.table_span(slot)
-        return Span(before.offset + before.size_bytes, self.header.payload_capacity)
+        return SlotSpan(before.offset + before.size_bytes, self.header.payload_capacity)
 
-    def used_spans(self, slot: int, trainer: TrainerHeader) -> list[Span]:
+    def used_spans(self, slot: int, trainer: TrainerHeader) -> list[SlotSpan]:
         """The bytes of a snapshot: layout, values, payload, as far as they are used."""
         sizes = (trainer.layout_bytes, trainer.values_bytes, trainer.payload_bytes)
         spans = (self.layout_span(slot), self.values_span(slot), self.payload_span(slot))
@@ -167,7 +167,7 @@ class Arena:
         shared, end = trainer.shared_offset, trainer.payload_bytes
         if shared > end or (shared < end and shared % ALIGN):
             raise IntegrityError(f"slot {slot} claims a shared part from {shared} on in a payload of {end} bytes")
-        return [Span(span.offset, size) for size, span in zip(sizes, spans, strict=True)]
+        return [SlotSpan(span.offset, size) for size, span in zip(sizes, spans, strict=True)]
 
     # Records
 

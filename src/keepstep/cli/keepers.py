@@ -44,7 +44,7 @@ class Card(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Run:
+class KnownRun:
     """A run of this user on this node."""
 
     identity: Identity
@@ -76,7 +76,7 @@ def _settings(run_id: str | None, node_id: str | None, directory: str | Path | N
 # Which run
 
 
-def find_runs(config: Config) -> list[Run]:
+def find_runs(config: Config) -> list[KnownRun]:
     """Every run of this user on this node that has left a card, dead keepers included."""
     directory = runtime_dir(config)
     if not directory.exists():
@@ -86,7 +86,7 @@ def find_runs(config: Config) -> list[Run]:
     return sorted((run for run in runs if run is not None), key=lambda run: (run.identity.run_id, run.identity.node_id))
 
 
-def find_meant(config: Config) -> list[Run]:
+def find_meant(config: Config) -> list[KnownRun]:
     """Of those, the ones that the settings can mean."""
     return [
         run
@@ -129,7 +129,7 @@ def choose_coordinator(config: Config) -> Identity:
     return next((identity for identity in found if identity.node_id == coordinator), chosen)
 
 
-def _no_run(config: Config, *, dead: list[Run]) -> KeeperError:
+def _no_run(config: Config, *, dead: list[KnownRun]) -> KeeperError:
     if dead:
         return KeeperError(
             f"the keeper of run {dead[0]} is dead",
@@ -159,7 +159,7 @@ def _check_private(directory: Path, *, named: bool) -> None:
         )
 
 
-def _read_run(path: Path, directory: Path) -> Run | None:
+def _read_run(path: Path, directory: Path) -> KnownRun | None:
     """None for a card that is half written, gone meanwhile, or not where it belongs."""
     try:
         with path.open("rb") as file:
@@ -167,7 +167,7 @@ def _read_run(path: Path, directory: Path) -> Run | None:
     except (OSError, msgspec.DecodeError):
         return None
     identity = Identity(card.run_id, card.node_id, directory, outlives_launch=True)
-    return Run(identity, card, _listens(identity.control_socket)) if identity.card == path else None
+    return KnownRun(identity, card, _listens(identity.control_socket)) if identity.card == path else None
 
 
 def _listens(path: Path) -> bool:
@@ -212,7 +212,7 @@ def peer_pid(link: KeeperClient) -> int:
 
 
 @dataclass
-class Borrowed:
+class BorrowedArenas:
     """The arenas of a node, by duplicates of the keeper's descriptors."""
 
     arenas: list[Arena] = field(default_factory=list)
@@ -221,10 +221,10 @@ class Borrowed:
 
 
 @contextlib.contextmanager
-def borrow_arenas(link: KeeperClient, config: Config) -> Iterator[Borrowed]:
+def borrow_arenas(link: KeeperClient, config: Config) -> Iterator[BorrowedArenas]:
     """Look into the arenas without the keeper; the descriptors go back at the end of the block."""
     hold, fds = link.request(WantArenas(), Hold, timeout_s=config.keeper.request_s)
-    borrowed = Borrowed()
+    borrowed = BorrowedArenas()
     try:
         for arena_id, fd in zip(hold.arena_ids, fds, strict=True):
             try:

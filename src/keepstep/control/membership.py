@@ -23,7 +23,7 @@ SECRET_BYTES = 32
 MAX_SECRET_BYTES = 4096
 
 
-class Known(msgspec.Struct, frozen=True):
+class NodeClaim(msgspec.Struct, frozen=True):
     """What a node brings into a round. Its list of former members travels apart: one of them is enough."""
 
     card: NodeCard
@@ -37,14 +37,14 @@ class Known(msgspec.Struct, frozen=True):
     """what this node's keeper and its peers authenticate each other with already, where there is no file"""
 
     @classmethod
-    def from_card(cls, card: CardIs, *, largest_number: int = 0, has_secret: bool = False) -> Known:
+    def from_card(cls, card: CardIs, *, largest_number: int = 0, has_secret: bool = False) -> NodeClaim:
         return cls(
             card.card, max(card.largest_number, largest_number), card.members_number, card.holds_state, has_secret,
             b"" if has_secret else card.secret,
         )  # fmt: skip
 
 
-class Agreement(msgspec.Struct, frozen=True):
+class RoundAgreement(msgspec.Struct, frozen=True):
     """What all nodes of a round read before it begins."""
 
     incarnation: Incarnation
@@ -67,8 +67,8 @@ def seats(present: Sequence[str], last: Sequence[str]) -> list[str]:
 
 
 def agree(
-    nodes: Sequence[Known], last: Sequence[NodeCard], *, nonce: int, secret: bytes, known_number: int = 0
-) -> Agreement:
+    nodes: Sequence[NodeClaim], last: Sequence[NodeCard], *, nonce: int, secret: bytes, known_number: int = 0
+) -> RoundAgreement:
     """`nodes` by rank. The secret is left out where all nodes have a file; a mixture is refused.
 
     A run keeps the secret that its keepers have: one that has no place in this round knows no other, and
@@ -84,7 +84,7 @@ def agree(
         refusal = "two nodes have one name: KEEPSTEP_NODE_ID must be another one on each"
     elif 0 < len(without) < len(nodes):
         refusal = f"secret_file is set on some nodes, but not on {', '.join(without[:5])}"
-    return Agreement(
+    return RoundAgreement(
         Incarnation(number, nonce),
         [node.card for node in nodes],
         [card for card in last if card.node_id not in present],
@@ -93,7 +93,7 @@ def agree(
     )
 
 
-def membership(agreement: Agreement, node_rank: int, own_secret: bytes) -> Membership:
+def membership(agreement: RoundAgreement, node_rank: int, own_secret: bytes) -> Membership:
     """What one node tells its own keeper."""
     return Membership(
         agreement.incarnation, agreement.nodes, node_rank, agreement.secret or own_secret, agreement.former
@@ -106,7 +106,7 @@ def with_own_card(told: Membership, card: NodeCard) -> Membership:
     return msgspec.structs.replace(told, nodes=nodes)
 
 
-def newest_members(known: Mapping[str, Known]) -> str:
+def newest_members(known: Mapping[str, NodeClaim]) -> str:
     """Whose list of members counts: the one of the highest incarnation; "" when nobody has one."""
     best = max(known, key=lambda name: known[name].members_number, default="")
     return best if best and known[best].members_number > 0 else ""

@@ -241,7 +241,7 @@ class WantRestore(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0
 
 
-class StreamSource(msgspec.Struct, frozen=True):
+class ReplicaSetSource(msgspec.Struct, frozen=True):
     """Where the verified bytes of a stream lie, chunk by chunk; how long each is follows from the stream's size."""
 
     class_id: str
@@ -266,7 +266,7 @@ class RestoreFrom(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0
     source: str = "memory"
     """memory or parity: where this rank's bytes came from"""
-    streams: list[StreamSource] = []
+    streams: list[ReplicaSetSource] = []
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from keepstep.demo.run_record import FAULTS, Run
+from keepstep.demo.run_record import FAULTS, RunRecord
 
 VERDICT = "final state identical to the uninterrupted run"
 
@@ -21,7 +21,7 @@ class Judgement(msgspec.Struct, frozen=True):
         return 1 if self.differences or self.leftovers else 0
 
 
-def judge(calm: Run, struck: Run) -> Judgement:
+def judge(calm: RunRecord, struck: RunRecord) -> Judgement:
     differences = find_differences(calm, struck)
     leftovers = [*calm.leftovers, *struck.leftovers]
     verdict = VERDICT
@@ -32,11 +32,11 @@ def judge(calm: Run, struck: Run) -> Judgement:
     return Judgement(verdict=verdict, differences=differences, leftovers=leftovers)
 
 
-def find_differences(calm: Run, struck: Run) -> list[str]:
+def find_differences(calm: RunRecord, struck: RunRecord) -> list[str]:
     return [*compare_losses(calm, struck), *compare_results(calm, struck), *check_outcomes(struck)]
 
 
-def compare_losses(calm: Run, struck: Run) -> list[str]:
+def compare_losses(calm: RunRecord, struck: RunRecord) -> list[str]:
     expected = {step.step: step for step in calm.steps}
     wrong = [step for step in struck.steps if step.loss_hex != expected[step.step].loss_hex]
     missing = sorted(expected.keys() - {step.step for step in struck.steps})
@@ -50,7 +50,7 @@ def compare_losses(calm: Run, struck: Run) -> list[str]:
     return found
 
 
-def compare_results(calm: Run, struck: Run) -> list[str]:
+def compare_results(calm: RunRecord, struck: RunRecord) -> list[str]:
     found = []
     for rank, (before, after) in enumerate(zip(calm.results, struck.results, strict=True)):
         parts = sorted(name for name, digest in before.parts.items() if after.parts.get(name) != digest)
@@ -59,7 +59,7 @@ def compare_results(calm: Run, struck: Run) -> list[str]:
     return found
 
 
-def check_outcomes(struck: Run) -> list[str]:
+def check_outcomes(struck: RunRecord) -> list[str]:
     """The same end is worth nothing when the failures did not happen, or training began anew after them."""
     names = {fault.name for fault in FAULTS} - {outcome.fault.name for outcome in struck.outcomes}
     found = [f"{name} was never killed" for name in sorted(names)]

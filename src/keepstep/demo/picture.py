@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from keepstep.demo.run_record import Run
+from keepstep.demo.run_record import RunRecord
 
 
-def draw_losses(calm: Run, struck: Run, *, out: Path, console: Console) -> Path:
+def draw_losses(calm: RunRecord, struck: RunRecord, *, out: Path, console: Console) -> Path:
     """Both curves against the step, where they must be one, and against time, where the failures show."""
     try:
         import matplotlib
@@ -42,7 +42,7 @@ def draw_losses(calm: Run, struck: Run, *, out: Path, console: Console) -> Path:
     return out / "loss.png"
 
 
-def with_gaps(run: Run) -> tuple[list[float], list[float], list[float]]:
+def with_gaps(run: RunRecord) -> tuple[list[float], list[float], list[float]]:
     """Steps, seconds and losses; a restart leaves a gap, so that steps done again lie upon the first ones."""
     rows: list[tuple[float, float, float]] = []
     first = before = run.steps[0]
@@ -55,7 +55,7 @@ def with_gaps(run: Run) -> tuple[list[float], list[float], list[float]]:
     return steps, times, losses
 
 
-def write_losses(calm: Run, struck: Run, *, path: Path) -> Path:
+def write_losses(calm: RunRecord, struck: RunRecord, *, path: Path) -> Path:
     rows = [("undisturbed", step) for step in calm.steps] + [("struck", step) for step in struck.steps]
     lines = [f"{name},{step.step},{step.loss!r},{step.loss_hex},{step.time!r}" for name, step in rows]
     path.write_text("\n".join(["run,step,loss,loss_hex,time", *lines]) + "\n", encoding="utf-8")

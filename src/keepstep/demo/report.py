@@ -12,24 +12,24 @@ from rich.table import Table
 
 from keepstep.demo.comparison import Judgement
 from keepstep.demo.picture import draw_losses
-from keepstep.demo.run_record import Event, Outcome, Restored, Run, Started, Step
+from keepstep.demo.run_record import Event, FailureOutcome, RestoreRecord, RunRecord, Started, StepRecord
 
 
 def narrate(event: Event, *, steps: int, console: Console) -> None:
     match event:
         case Started():
             line = f"  [dim]incarnation {event.incarnation}: {', '.join(event.nodes)}[/]"
-        case Restored():
+        case RestoreRecord():
             counts = [(event.sources.count(source), source) for source in dict.fromkeys(event.sources)]
             sources = ", ".join(f"{count} from {source}" for count, source in counts)
             line = f"  [bold green]restored[/] step {event.step} in {event.seconds:.2f} s, ranks: {sources}"
-        case Step():
+        case StepRecord():
             bar = "━" * round(event.loss * 10)
             line = f"  step {event.step:3d} of {steps - 1}  loss {event.loss:.4f}  [cyan]{bar}[/]"
     console.print(line, highlight=False)
 
 
-def report(calm: Run, struck: Run, judgement: Judgement, *, out: Path, console: Console) -> None:
+def report(calm: RunRecord, struck: RunRecord, judgement: Judgement, *, out: Path, console: Console) -> None:
     console.print(make_table(struck))
     picture = draw_losses(calm, struck, out=out, console=console)
     took = f"undisturbed {calm.duration_s:.0f} s, struck {struck.duration_s:.0f} s"
@@ -41,7 +41,7 @@ def report(calm: Run, struck: Run, judgement: Judgement, *, out: Path, console: 
         console.print(f"[bold green]{judgement.verdict}[/]", soft_wrap=True)
 
 
-def make_table(struck: Run) -> Table:
+def make_table(struck: RunRecord) -> Table:
     table = Table(title="SIGKILL of", title_justify="left")
     table.add_column("failure")
     for name in ("after step", "restored", "source", "steps lost", "seconds"):
@@ -70,7 +70,7 @@ class OutcomeRow(msgspec.Struct, frozen=True):
     steps_lost: int
 
 
-def make_row(outcome: Outcome) -> OutcomeRow:
+def make_row(outcome: FailureOutcome) -> OutcomeRow:
     restored = outcome.restored
     return OutcomeRow(
         failure=outcome.fault.name,
@@ -95,8 +95,8 @@ class Summary:
     error: str = "interrupted"
     """why there is no judgement, where there is none"""
     judgement: Judgement | None = None
-    calm: Run | None = None
-    struck: Run | None = None
+    calm: RunRecord | None = None
+    struck: RunRecord | None = None
 
     def write(self, path: Path) -> None:
         runs = {"undisturbed": self.calm, "struck": self.struck}

@@ -1,7 +1,7 @@
 """What is known about one run: what the training says, what was done to it, and what came of it.
 
 Pure: nothing here starts, kills or waits. The events are the JSON lines that rank 0 of `examples/gpt.py` logs, the
-results are the digests that every rank leaves at its end; `Run.observe` reads the first, `comparison` the second.
+results are the digests that every rank leaves at its end; `RunRecord.observe` reads the first, `comparison` the second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Started(msgspec.Struct, frozen=True, tag_field="event", tag="started"):
     time: float
 
 
-class Restored(msgspec.Struct, frozen=True, tag_field="event", tag="restored"):
+class RestoreRecord(msgspec.Struct, frozen=True, tag_field="event", tag="restored"):
     step: int
     sources: list[str]
     """by rank"""
@@ -41,7 +41,7 @@ class Restored(msgspec.Struct, frozen=True, tag_field="event", tag="restored"):
         return max(self.sources, key=SOURCES.index)
 
 
-class Step(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
+class StepRecord(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
     step: int
     loss: float
     loss_hex: str
@@ -49,10 +49,10 @@ class Step(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
     time: float
 
 
-Event = Started | Restored | Step
+Event = Started | RestoreRecord | StepRecord
 
 
-class Result(msgspec.Struct, frozen=True):
+class FinalState(msgspec.Struct, frozen=True):
     """The final state of one rank, as digests."""
 
     sha256: str
@@ -62,7 +62,7 @@ class Result(msgspec.Struct, frozen=True):
 # What is done to it, and what came of it
 
 
-class Fault(msgspec.Struct, frozen=True):
+class PlannedFailure(msgspec.Struct, frozen=True):
     name: str
     after: float
     """the part of the run that is done when it strikes"""
@@ -72,21 +72,21 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 FAULTS = (
-    Fault("a trainer", after=1 / 6, target="trainer", positions=(2,)),
-    Fault("a keeper", after=1 / 3, target="keeper", positions=(1,)),
-    Fault("a node", after=1 / 2, target="nodes", positions=(3,)),
-    Fault("two nodes at once", after=3 / 4, target="nodes", positions=(0, 2)),
+    PlannedFailure("a trainer", after=1 / 6, target="trainer", positions=(2,)),
+    PlannedFailure("a keeper", after=1 / 3, target="keeper", positions=(1,)),
+    PlannedFailure("a node", after=1 / 2, target="nodes", positions=(3,)),
+    PlannedFailure("two nodes at once", after=3 / 4, target="nodes", positions=(0, 2)),
 )
 """The last one hits the coordinator, too, and the node that serves the trainers' store."""
 
 
-class Outcome(msgspec.Struct):
+class FailureOutcome(msgspec.Struct):
     """One failure: written when it strikes, completed by the first step after it."""
 
-    fault: Fault
+    fault: PlannedFailure
     killed_at: float
     last_step: int
-    restored: Restored | None = None
+    restored: RestoreRecord | None = None
     resumed_at: float | None = None
     restarts: int = 0
 
@@ -108,12 +108,12 @@ class Outcome(msgspec.Struct):
 
 
 @dataclass
-class Run:
+class RunRecord:
     """Everything known about one run: grows by `observe`, and decides nothing else."""
 
-    steps: list[Step] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    outcomes: list[FailureOutcome] = field(default_factory=list)
+    results: list[FinalState] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     started: float = field(default_factory=time.time)
@@ -125,9 +125,9 @@ class Run:
         match event:
             case Started():
                 self._observe_start(event)
-            case Restored() if not self.settled:
+            case RestoreRecord() if not self.settled:
                 self.outcomes[-1].restored = event
-            case Step():
+            case StepRecord():
                 self._observe_step(event)
 
     def _observe_start(self, event: Started) -> None:
@@ -137,7 +137,7 @@ class Run:
             self.outcomes[-1].restarts += 1
         self.pids = event.pids
 
-    def _observe_step(self, event: Step) -> None:
+    def _observe_step(self, event: StepRecord) -> None:
         self.steps.append(event)
         if self.settled:
             return
@@ -157,14 +157,14 @@ class Run:
         return statistics.median(pauses) if pauses else 0.0
 
 
-def last_disturbance(run: Run) -> int:
+def last_disturbance(run: RunRecord) -> int:
     """The step that was the newest when something was last broken; -1 when nothing was."""
     return run.outcomes[-1].last_step if run.outcomes else -1
 
 
-def find_due(run: Run, event: Event, *, faults: Sequence[Fault], steps: int) -> Fault | None:
+def find_due(run: RunRecord, event: Event, *, faults: Sequence[PlannedFailure], steps: int) -> PlannedFailure | None:
     """The fault that strikes after this event: the next in order, once its step is done and the one before is over."""
     num_done = len(run.outcomes)
-    if num_done == len(faults) or not run.settled or not isinstance(event, Step):
+    if num_done == len(faults) or not run.settled or not isinstance(event, StepRecord):
         return None
     return faults[num_done] if event.step + 1 >= faults[num_done].after * steps else None

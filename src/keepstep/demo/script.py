@@ -16,8 +16,8 @@ from rich.console import Console
 
 from keepstep.demo.comparison import judge
 from keepstep.demo.report import Summary, narrate, report
-from keepstep.demo.run_record import FAULTS, Fault, Outcome, Run, find_due, last_disturbance
-from keepstep.demo.training import LOSSES, NODES, Job, Training
+from keepstep.demo.run_record import FAULTS, FailureOutcome, PlannedFailure, RunRecord, find_due, last_disturbance
+from keepstep.demo.training import LOSSES, NODES, DemoRun, Training
 from keepstep.errors import ConfigError, Error
 
 MIN_STEPS = 24
@@ -26,7 +26,7 @@ MIN_STEPS = 24
 
 def run_demo(*, out: Path, steps: int, seed: int = 0, script: Path | None = None, console: Console) -> int:
     """Run, compare, report; 1 when something differs or is left behind. Raises `Error` when a run cannot finish."""
-    job = Job(script=find_script(script), out=out, steps=check_steps(steps), seed=seed)
+    job = DemoRun(script=find_script(script), out=out, steps=check_steps(steps), seed=seed)
     out.mkdir(parents=True, exist_ok=True)
     summary = Summary(steps=steps, nodes=NODES, losses=LOSSES, seed=seed)
     try:
@@ -61,9 +61,9 @@ def find_script(script: Path | None) -> Path:
     return found.resolve()
 
 
-def train(job: Job, name: str, *, faults: Sequence[Fault], step_s: float, console: Console) -> Run:
+def train(job: DemoRun, name: str, *, faults: Sequence[PlannedFailure], step_s: float, console: Console) -> RunRecord:
     """Train to the end, with `faults` on the way, each at a random moment of a step that takes `step_s`."""
-    run = Run()
+    run = RunRecord()
     chance = random.Random(job.seed)
     with Training(job, name) as training:
         for event in training.follow():
@@ -79,13 +79,13 @@ def train(job: Job, name: str, *, faults: Sequence[Fault], step_s: float, consol
     return run
 
 
-def is_survivable(fault: Fault, run: Run, training: Training) -> bool:
+def is_survivable(fault: PlannedFailure, run: RunRecord, training: Training) -> bool:
     """Nodes die when their group has healed from what was broken before: more losses than it covers are no story."""
     return fault.target != "nodes" or training.covers(len(fault.positions), newer_than=last_disturbance(run))
 
 
-def strike(fault: Fault, run: Run, training: Training, *, console: Console) -> Outcome:
-    outcome = Outcome(fault=fault, killed_at=time.time(), last_step=run.steps[-1].step)
+def strike(fault: PlannedFailure, run: RunRecord, training: Training, *, console: Console) -> FailureOutcome:
+    outcome = FailureOutcome(fault=fault, killed_at=time.time(), last_step=run.steps[-1].step)
     match fault.target:
         case "trainer":
             hit = training.kill_trainer(fault.positions[0])

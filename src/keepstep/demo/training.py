@@ -17,7 +17,7 @@ from types import TracebackType
 import msgspec
 
 from keepstep.control.status import fetch_status
-from keepstep.demo.run_record import Event, Result
+from keepstep.demo.run_record import Event, FinalState
 from keepstep.errors import Error
 from keepstep.testing.cluster import LocalCluster
 from keepstep.testing.node import CLUSTER, Node
@@ -37,7 +37,7 @@ NODES = 4
 LOSSES = 2
 
 
-class Job(msgspec.Struct, frozen=True):
+class DemoRun(msgspec.Struct, frozen=True):
     """What both runs have in common."""
 
     script: Path
@@ -49,7 +49,7 @@ class Job(msgspec.Struct, frozen=True):
 class Training:
     """Agents, keepers and trainers: started on entry; on exit none of them is left, whatever happened."""
 
-    def __init__(self, job: Job, name: str) -> None:
+    def __init__(self, job: DemoRun, name: str) -> None:
         self.job, self.name = job, name
         self.log = job.out / f"{name}.jsonl"
         self.output = job.out / f"{name}.out"
@@ -143,12 +143,12 @@ class Training:
     def status(self) -> Status:
         return fetch_status(self.cluster.nodes[0].identity, timeout_s=ANSWER_S)
 
-    def read_results(self) -> list[Result]:
+    def read_results(self) -> list[FinalState]:
         try:
             texts = [self._result_of(rank).read_bytes() for rank in range(NODES)]
         except FileNotFoundError as error:
             raise self._failure(f"left no result at {error.filename}") from error
-        return [msgspec.json.decode(text, type=Result) for text in texts]
+        return [msgspec.json.decode(text, type=FinalState) for text in texts]
 
     def _result_of(self, rank: int) -> Path:
         return self.result.with_name(f"{self.result.name}.rank{rank}")

@@ -45,12 +45,12 @@ from keepstep.keeper.connection import Connection
 from keepstep.keeper.node import events as e
 from keepstep.keeper.node.core import Core
 from keepstep.keeper.node.state import Limits
-from keepstep.keeper.singleton import BACKLOG, Post
-from keepstep.keeper.transfer.fetch_replicas import Gathered
-from keepstep.keeper.transfer.network import Network
-from keepstep.keeper.transfer.streams import Found, find_streams
+from keepstep.keeper.singleton import BACKLOG, KeeperDirectory
+from keepstep.keeper.transfer.fetch_replicas import FetchedReplicas
+from keepstep.keeper.transfer.network import KeeperNetwork
+from keepstep.keeper.transfer.streams import ReplicaSources, find_streams
 from keepstep.keeper.workers import sealing
-from keepstep.parity.parity_buffer import HeldParity
+from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.types import Status, Version
 
 TICK_S = 0.25
@@ -70,10 +70,10 @@ class Keeper:
     def __init__(self, identity: Identity, config: Config, *, sidecar: bool = False) -> None:
         self.identity = identity
         self.instance = secrets.token_hex(16)
-        self.post = Post(identity)
+        self.post = KeeperDirectory(identity)
         self.config = config
         self.core = Core(limits_of(config, sidecar=sidecar), NodeCard(identity.node_id, self.instance, "", 0))
-        self.network: Network | None = None
+        self.network: KeeperNetwork | None = None
         """opened when somebody asks for this keeper's card: a node alone listens to nobody"""
         self.arenas: dict[str, Arena] = {}
         self.connections: dict[int, Connection] = {}
@@ -86,10 +86,10 @@ class Keeper:
         self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.work = sealing.Work(
+        self.work = sealing.WorkerPool(
             identity, bytes.fromhex(self.instance), config.keeper, lambda ev: self.later(self.handle, ev)
         )
-        self.http = report.HttpServer(self.post.http, self._status_from_outside)
+        self.http = report.StatusServer(self.post.http, self._status_from_outside)
 
     # The loop
 
@@ -166,7 +166,7 @@ class Keeper:
             while True:
                 _, args = self._tasks.get_nowait()
                 for arg in args:
-                    if isinstance(arg, Arena | HeldParity | Gathered):
+                    if isinstance(arg, Arena | ParityBuffer | FetchedReplicas):
                         arg.segment.close()
 
     def _drain_wake(self) -> None:
@@ -349,7 +349,7 @@ class Keeper:
         message = msgspec.structs.replace(answer, streams=found.sources)
         self.send(self.connections.get(conn), message, found.fds)
 
-    def _find_streams(self, answer: RestoreFrom) -> Found:
+    def _find_streams(self, answer: RestoreFrom) -> ReplicaSources:
         """Again when the machine fails: a rank that is refused now is a life that is lost."""
         gathered = self.network.gathered if self.network is not None else None
         for _ in range(READ_ATTEMPTS - 1):
@@ -416,9 +416,9 @@ class Keeper:
 
     # Other nodes
 
-    def open_network(self) -> Network:
+    def open_network(self) -> KeeperNetwork:
         if self.network is None:
-            self.network = Network(
+            self.network = KeeperNetwork(
                 self.identity, self.instance, self.config,
                 later=self.later, handle=self.handle, holds_changed=self.offer_holds,
             )  # fmt: skip
@@ -440,10 +440,10 @@ class Keeper:
         if arena is not None:
             self.work.verify(arena, e.VerifySlot(arena_id, slot, version))
 
-    def _do_bring_in(self, effect: e.BringIn) -> None:
+    def _do_bring_in(self, effect: e.FetchSnapshot) -> None:
         self.open_network().bring_in(effect, self.arenas.get(effect.arena_id), self.work.make_for, self._brought_in)
 
-    def _brought_in(self, event: e.BroughtIn, made: Arena | None) -> None:
+    def _brought_in(self, event: e.SnapshotFetched, made: Arena | None) -> None:
         if made is not None:
             wanted = self.core.decision is not None and self.core.decision.number == event.plan
             if not wanted:
@@ -519,13 +519,13 @@ _EFFECTS: dict[type, Callable[[Keeper, Any], None]] = {
     e.Kill: Keeper._do_kill,
     e.End: Keeper._do_end,
     e.Log: Keeper._do_log,
-    e.Tell: lambda keeper, effect: keeper.open_network().tell(effect),
-    e.Meet: lambda keeper, effect: keeper.open_network().meet(effect),
-    e.BringIn: Keeper._do_bring_in,
-    e.GiveUpBringing: lambda keeper, effect: keeper.open_network().give_up_bringing(effect),
+    e.SendToPeer: lambda keeper, effect: keeper.open_network().tell(effect),
+    e.SetPeers: lambda keeper, effect: keeper.open_network().meet(effect),
+    e.FetchSnapshot: Keeper._do_bring_in,
+    e.CancelFetches: lambda keeper, effect: keeper.open_network().give_up_bringing(effect),
     e.StartExchange: lambda keeper, effect: keeper.open_network().start_exchange(effect),
     e.StopExchange: lambda keeper, effect: keeper.open_network().stop_exchange(effect),
-    e.ReadShares: lambda keeper, effect: keeper.work.read_shares(list(keeper.arenas.values()), effect),
+    e.ReadReplicaDigests: lambda keeper, effect: keeper.work.read_shares(list(keeper.arenas.values()), effect),
     e.FreeParity: lambda keeper, effect: keeper.open_network().free_parity(effect),
 }
 

@@ -247,7 +247,7 @@ def _members_set(keeper: Keeper, connection: Connection, membership: Membership,
         keeper.send(connection, Refused("KeeperError", text, "", membership.ticket))
         return
     keeper.open_network()
-    keeper.handle(e.MembersSet(membership))
+    keeper.handle(e.MembershipSet(membership))
     keeper.send(connection, Done(ticket=membership.ticket))
 
 

@@ -25,7 +25,7 @@ class AlreadyRunningError(KeeperError):
     """Another keeper holds this run and node."""
 
 
-class Post:
+class KeeperDirectory:
     """The keeper's place in the runtime directory: lock, sockets, card. `close` removes all of it."""
 
     def __init__(self, identity: Identity) -> None:

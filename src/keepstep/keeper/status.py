@@ -19,8 +19,8 @@ import msgspec
 from keepstep._version import VERSION
 from keepstep.identity import Identity
 from keepstep.keeper.node.core import Core
-from keepstep.keeper.node.state import FENCING, RESTORING, SEALED, SERVING, ArenaState, Member, Slot
-from keepstep.keeper.transfer.network import Network
+from keepstep.keeper.node.state import FENCING, RESTORING, SEALED, SERVING, ArenaState, RegisteredTrainer, Slot
+from keepstep.keeper.transfer.network import KeeperNetwork
 from keepstep.types import KeeperStatus, PeerStatus, RankStatus, SlotStatus, Status, Survives, Version
 
 REQUEST_S = 10.0
@@ -30,7 +30,7 @@ END_S = 0.1
 
 
 def status_of(
-    core: Core, identity: Identity, *, instance: str, started: float, holders: int, network: Network | None = None
+    core: Core, identity: Identity, *, instance: str, started: float, holders: int, network: KeeperNetwork | None = None
 ) -> Status:
     """The status contract, from what the core knows at this moment."""
     kept = core.kept
@@ -79,7 +79,7 @@ def _survives_of(core: Core, version: Version | None) -> Survives:
     return Survives.NODE if version == core.kept.protected else Survives.PROCESS
 
 
-def _counters(core: Core, network: Network | None) -> dict[str, float]:
+def _counters(core: Core, network: KeeperNetwork | None) -> dict[str, float]:
     found = dict(core.counters)
     if network is not None:
         found |= {f"peers_{name}": value for name, value in network.peers.counters().items()}
@@ -114,7 +114,7 @@ def _problems(core: Core, complete: Version | None) -> list[str]:
 
 
 def _rank_status(core: Core, index: int) -> RankStatus:
-    member: Member | None = core.members.get(index)
+    member: RegisteredTrainer | None = core.members.get(index)
     arenas = [a for a in core.arenas.values() if a.local_index == index]
     arena: ArenaState | None = max(arenas, key=lambda a: a.generation, default=None)
     slots = [s for a in arenas for s in a.slots]
@@ -174,7 +174,7 @@ def metrics(status: Status) -> bytes:
     return generate_latest(registry)
 
 
-class HttpServer:
+class StatusServer:
     """Serves GET requests in threads of their own; `read_status` hands over to the keeper's loop."""
 
     def __init__(self, sock: socket.socket, read_status: Callable[[], Status]) -> None:

@@ -28,15 +28,15 @@ from typing import TypeVar
 
 import msgspec
 
-from keepstep.control.membership import SECRET_BYTES, Known, agree, newest_members
+from keepstep.control.membership import SECRET_BYTES, NodeClaim, agree, newest_members
 from keepstep.control.messages import NodeCard
 from keepstep.launcher.probe import PROBE_S, answers
-from keepstep.launcher.round_document import Document, Store
+from keepstep.launcher.round_document import RoundDocument, Store
 from keepstep.launcher.rounds import (
-    Board,
-    Rules,
-    Seat,
-    Silences,
+    AgentId,
+    RoundRules,
+    RoundState,
+    SilenceTimer,
     arrive,
     begin,
     choose,
@@ -76,18 +76,18 @@ class DuplicateError(Exception):
 
 
 @dataclass(frozen=True)
-class Joining:
+class JoinRequest:
     """The agent wants a place: what it brings, and its keeper's list of members."""
 
-    known: Known
+    known: NodeClaim
     members: list[NodeCard]
 
 
 @dataclass(frozen=True)
-class Member:
+class SeatedAgent:
     """The agent has a place. `begun`: its workers run."""
 
-    board: Board
+    board: RoundState
     """as it was when the place was given"""
     rank: int
     begun: bool
@@ -99,31 +99,31 @@ class Member:
 
 
 @dataclass(frozen=True)
-class View:
+class RoundView:
     """What the thread saw last, and when."""
 
-    board: Board = field(default_factory=Board)
+    board: RoundState = field(default_factory=RoundState)
     at: float = field(default_factory=time.monotonic)
     missing: str = ""
     """what a joining agent waits for"""
     duplicate: bool = False
 
 
-class Attendance:
-    def __init__(self, node_id: str, rules: Rules, *, connect: Callable[[], Store], store_s: float) -> None:
-        self.seat = Seat(f"{node_id}/{secrets.token_hex(6)}", node_id)
-        self.view = View()
+class RendezvousAgent:
+    def __init__(self, node_id: str, rules: RoundRules, *, connect: Callable[[], Store], store_s: float) -> None:
+        self.seat = AgentId(f"{node_id}/{secrets.token_hex(6)}", node_id)
+        self.view = RoundView()
         self._rules, self._connect, self._store_s = rules, connect, store_s
-        self._wish: Joining | Member | None = None
-        self._member: Member | None = None
+        self._wish: JoinRequest | SeatedAgent | None = None
+        self._member: SeatedAgent | None = None
         self._changed = threading.Condition()
         self._calls: queue.SimpleQueue[Callable[[Store], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._attend, name="keepstep-attendance", daemon=True)
         self._ended = False
         # The thread's own
         self._card = ""
-        self._document = Document()
-        self._silences, self._listened = Silences(), time.monotonic()
+        self._document = RoundDocument()
+        self._silences, self._listened = SilenceTimer(), time.monotonic()
         self._enough_since = 0.0
         self._asked_in = NEVER
         self._probed: dict[str, float] = {}
@@ -132,12 +132,12 @@ class Attendance:
 
     # For the agent's thread
 
-    def join(self, known: Known, members: list[NodeCard], *, timeout_s: float) -> Member:
+    def join(self, known: NodeClaim, members: list[NodeCard], *, timeout_s: float) -> SeatedAgent:
         """Wait for a place. A spare waits as long as a round stands."""
         with self._changed:
             self._asked_in = NEVER
-            self._wish = Joining(known, members)
-            self.view = View(self.view.board)
+            self._wish = JoinRequest(known, members)
+            self.view = RoundView(self.view.board)
             if self._thread.ident is None:
                 self._thread.start()
             self._changed.notify_all()
@@ -147,14 +147,14 @@ class Attendance:
             self._wish = None
             raise
 
-    def _wait_for_place(self, timeout_s: float) -> Member:
+    def _wait_for_place(self, timeout_s: float) -> SeatedAgent:
         begun = single = time.monotonic()
         said = ""
         while True:
             with self._changed:
                 self._changed.wait(1.0)
             view, wish, now = self.view, self._wish, time.monotonic()
-            if isinstance(wish, Member):
+            if isinstance(wish, SeatedAgent):
                 return wish
             self._raise_if_lost()
             single = single if view.duplicate else now
@@ -205,8 +205,8 @@ class Attendance:
     def begun(self) -> None:
         """All members are ready: from now on it takes more than a silent agent to end the round."""
         with self._changed:
-            if isinstance(wish := self._wish, Member):
-                self._wish = Member(wish.board, wish.rank, True, time.monotonic())
+            if isinstance(wish := self._wish, SeatedAgent):
+                self._wish = SeatedAgent(wish.board, wish.rank, True, time.monotonic())
 
     def give_up(self, round_: int, reason: str) -> None:
         """This member cannot go on with a round that all others may be waiting in."""
@@ -224,7 +224,7 @@ class Attendance:
             return board.broken
         return f"the job has gone on without this node, in round {board.round}"
 
-    def publish_card(self, known: Known) -> None:
+    def publish_card(self, known: NodeClaim) -> None:
         """This node's keeper has another address now. Nobody waits for it: it serves later verdicts only."""
         self._calls.put(lambda store: self._put_card(store, known))
 
@@ -287,24 +287,24 @@ class Attendance:
     @property
     def _hurried(self) -> bool:
         wish = self._wish
-        return isinstance(wish, Joining) or (isinstance(wish, Member) and not wish.begun)
+        return isinstance(wish, JoinRequest) or (isinstance(wish, SeatedAgent) and not wish.begun)
 
     def _look(self, store: Store) -> None:
         store.add(f"beat/{self.seat.agent}", 1)
         wish = self._wish
         board = self._document.read(store)
         missing, duplicate = "", False
-        if isinstance(wish, Member):
+        if isinstance(wish, SeatedAgent):
             self._listen(store, [*watched(board, wish.rank), *board.waiting])
             board = self._watch(store, board, wish)
-        elif isinstance(wish, Joining):
+        elif isinstance(wish, JoinRequest):
             self._listen(store, heard(board, self.seat, dead=self._dead))
             board, missing, duplicate = self._seek(store, board, wish)
-        self.view = View(board, missing=missing, duplicate=duplicate)
+        self.view = RoundView(board, missing=missing, duplicate=duplicate)
         with self._changed:
             self._changed.notify_all()
 
-    def _listen(self, store: Store, them: list[Seat]) -> None:
+    def _listen(self, store: Store, them: list[AgentId]) -> None:
         agents = list({seat.agent for seat in them} - {self.seat.agent})
         keys = [f"beat/{agent}" for agent in agents]
         if not keys:
@@ -318,12 +318,12 @@ class Attendance:
         self._listened = now
         self._silences.hear(dict(zip(agents, counts, strict=True)), elapsed_s)
 
-    def _dead(self, seat: Seat) -> bool:
+    def _dead(self, seat: AgentId) -> bool:
         return seat.agent != self.seat.agent and self._silences.silent_s(seat.agent) >= self._rules.dead_s
 
     # Seeking a place
 
-    def _seek(self, store: Store, board: Board, wish: Joining) -> tuple[Board, str, bool]:
+    def _seek(self, store: Store, board: RoundState, wish: JoinRequest) -> tuple[RoundState, str, bool]:
         rank = board.rank(self.seat.agent)
         if board.closed and not self._was_open:
             if not all(self._dead(seat) for seat in [*board.members, *board.waiting] if seat.agent != self.seat.agent):
@@ -334,8 +334,8 @@ class Attendance:
         self._was_open = True
         if board.stands and rank is not None and board.round > self._asked_in:
             with self._changed:
-                self.view = View(board)  # first: `why_ended` compares the two
-                self._wish = self._member = Member(board, rank, False, time.monotonic())
+                self.view = RoundView(board)  # first: `why_ended` compares the two
+                self._wish = self._member = SeatedAgent(board, rank, False, time.monotonic())
             return board, "", False
         if self.seat not in board.waiting:
             return self._ask(store, board, wish)
@@ -344,7 +344,7 @@ class Attendance:
             return board, f"round {board.round} is full and stands; this node is a spare", False
         return *self._decide(store, board), False
 
-    def _ask(self, store: Store, board: Board, wish: Joining) -> tuple[Board, str, bool]:
+    def _ask(self, store: Store, board: RoundState, wish: JoinRequest) -> tuple[RoundState, str, bool]:
         namesakes = [
             seat
             for seat in {*board.members, *board.waiting}
@@ -361,11 +361,11 @@ class Attendance:
             self._asked_in, self._enough_since = written.round, 0.0
         return written or board, "", False
 
-    def _put_card(self, store: Store, known: Known) -> None:
+    def _put_card(self, store: Store, known: NodeClaim) -> None:
         self._card = msgspec.json.encode(known).decode()
         store.set(f"card/{self.seat.agent}", self._card)
 
-    def _decide(self, store: Store, board: Board) -> tuple[Board, str]:
+    def _decide(self, store: Store, board: RoundState) -> tuple[RoundState, str]:
         """Begin the next round if this agent is one of those that may, and if it is time."""
         living = [seat for seat in board.waiting if not self._dead(seat)]
         alive = {seat.agent for seat in [*board.members, *board.waiting] if not self._dead(seat)}
@@ -375,7 +375,7 @@ class Attendance:
         if not store.check(keys):
             return board, "the store has forgotten who is here"
         known = {
-            seat.agent: msgspec.json.decode(text, type=Known)
+            seat.agent: msgspec.json.decode(text, type=NodeClaim)
             for seat, text in zip(living, store.multi_get(keys), strict=True)
         }
         best = newest_members(known)
@@ -400,7 +400,7 @@ class Attendance:
 
     # Watching a round
 
-    def _watch(self, store: Store, board: Board, member: Member) -> Board:
+    def _watch(self, store: Store, board: RoundState, member: SeatedAgent) -> RoundState:
         if not board.members:
             # The store came back empty. Members know where the job stands, and one of them says so.
             remembered = msgspec.structs.replace(member.board, waiting=board.waiting)
@@ -419,7 +419,7 @@ class Attendance:
                 return self._document.write(store, end_round(board, member.round, reason)) or board
         return board
 
-    def _verdict(self, store: Store, seat: Seat, member: Member) -> str:
+    def _verdict(self, store: Store, seat: AgentId, member: SeatedAgent) -> str:
         """Why a node is dead, or "" when its keeper lives."""
         silent = f"node {seat.node_id} is lost: its agent is silent for {self._silences.silent_s(seat.agent):.1f} s"
         if not member.begun:
@@ -430,7 +430,7 @@ class Attendance:
         self._probed[seat.agent] = now
         if not store.check([key]):
             return ""  # the store is a new one, and this agent never spoke to it: one sign is missing
-        card = msgspec.json.decode(store.get(key), type=Known).card
+        card = msgspec.json.decode(store.get(key), type=NodeClaim).card
         if answers(card):
             if now - self._complained > 60:
                 self._complained = now

@@ -57,7 +57,7 @@ log = logging.getLogger("keepstep.launcher")
 M = TypeVar("M")
 
 
-class Holder:
+class KeeperSupervisor:
     """The connection of one launcher to its node's keeper, for as long as the launcher lives."""
 
     def __init__(self, identity: Identity, config: Config) -> None:

@@ -35,20 +35,20 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from keepstep.config import Config
-from keepstep.control.membership import Agreement, Known, check_losses, membership, read_secret
+from keepstep.control.membership import NodeClaim, RoundAgreement, check_losses, membership, read_secret
 from keepstep.control.messages import CardIs, NodeCard
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
 from keepstep.launcher.agent import (
-    Attendance,
     ClosedError,
     DuplicateError,
-    Member,
+    RendezvousAgent,
     RoundEndedError,
+    SeatedAgent,
     StoreLostError,
 )
-from keepstep.launcher.keeper_supervisor import Holder
-from keepstep.launcher.rounds import Rules
+from keepstep.launcher.keeper_supervisor import KeeperSupervisor
+from keepstep.launcher.rounds import RoundRules
 
 # Defaults for what --rdzv-conf may set.
 JOIN_S, CLOSE_S, READ_S = 600, 30, 60  # as torch's
@@ -58,7 +58,7 @@ CONNECT_S = 5.0  # for one attempt to reach the store
 log = logging.getLogger("keepstep.launcher")
 
 
-class KeptRendezvous(RendezvousHandler):
+class KeepstepRendezvous(RendezvousHandler):
     """One agent's side. `store`: the connection that torch made, and the server itself on the node that serves it."""
 
     def __init__(self, store: TCPStore, params: RendezvousParameters, *, identity: Identity, config: Config) -> None:
@@ -66,13 +66,13 @@ class KeptRendezvous(RendezvousHandler):
         self._identity, self._config = identity, config
         self._secret = read_secret(config.secret_file)
         self._alone = params.max_nodes == 1
-        self._holder = Holder(identity, config)
+        self._holder = KeeperSupervisor(identity, config)
         self._holder.moved = self._keeper_moved
-        self._attendance = Attendance(
+        self._attendance = RendezvousAgent(
             identity.node_id, self._rules(), connect=lambda: self._connect(CONNECT_S), store_s=config.launch.store_s
         )
         self._server: TCPStore | None = None
-        self._member: Member | None = None
+        self._member: SeatedAgent | None = None
         self._largest_number = 0
         self._restarts: deque[float] = deque()
         self._restarting = False
@@ -140,7 +140,7 @@ class KeptRendezvous(RendezvousHandler):
 
     # A round
 
-    def _introduce_myself(self) -> tuple[Known, list[NodeCard]]:
+    def _introduce_myself(self) -> tuple[NodeClaim, list[NodeCard]]:
         """What this node brings; one that is alone needs no card, only a number that is new."""
         timeout_s, patient = self._config.keeper.start_s, self._member is not None
         try:
@@ -150,15 +150,15 @@ class KeptRendezvous(RendezvousHandler):
             number = self._holder.largest_number(timeout_s=timeout_s, patient=patient)
         except Error as error:
             raise _refusal(error.message, hint=error.hint) from error
-        return Known(NodeCard(self._identity.node_id, "", "", 0), max(number, self._largest_number)), []
+        return NodeClaim(NodeCard(self._identity.node_id, "", "", 0), max(number, self._largest_number)), []
 
-    def _known(self, card: CardIs) -> Known:
-        return Known.from_card(card, largest_number=self._largest_number, has_secret=bool(self._secret))
+    def _known(self, card: CardIs) -> NodeClaim:
+        return NodeClaim.from_card(card, largest_number=self._largest_number, has_secret=bool(self._secret))
 
     def _keeper_moved(self, card: CardIs) -> None:
         self._attendance.publish_card(self._known(card))
 
-    def _join(self, known: Known, members: list[NodeCard]) -> Member:
+    def _join(self, known: NodeClaim, members: list[NodeCard]) -> SeatedAgent:
         try:
             return self._attendance.join(known, members, timeout_s=self._seconds("join", JOIN_S))
         except ClosedError as error:
@@ -178,11 +178,11 @@ class KeptRendezvous(RendezvousHandler):
         except TimeoutError as error:
             raise RendezvousTimeoutError(str(error)) from error
 
-    def _settle(self, member: Member) -> RendezvousInfo:
+    def _settle(self, member: SeatedAgent) -> RendezvousInfo:
         """From a place in a round to workers that may start: agreement, keeper, store, and all nodes ready."""
         round_, rank, read_s = member.round, member.rank, self._seconds("read", READ_S)
         text = self._attendance.run(lambda store: store.get(member.board.agreement), timeout_s=read_s)
-        agreed = msgspec.json.decode(text, type=Agreement)
+        agreed = msgspec.json.decode(text, type=RoundAgreement)
         self._largest_number = max(self._largest_number, agreed.incarnation.number)
         self._tell_keeper(agreed, round_, rank)
         server = None
@@ -208,7 +208,7 @@ class KeptRendezvous(RendezvousHandler):
         bootstrap_info = RendezvousStoreInfo(*msgspec.json.decode(place, type=tuple[str, int]))
         return RendezvousInfo(PrefixStore(f"round/{round_}", store), rank, len(agreed.nodes), bootstrap_info)
 
-    def _tell_keeper(self, agreed: Agreement, round_: int, rank: int) -> None:
+    def _tell_keeper(self, agreed: RoundAgreement, round_: int, rank: int) -> None:
         """A node that is alone and always was has no peers to tell its keeper of."""
         try:
             if agreed.refusal:
@@ -223,7 +223,7 @@ class KeptRendezvous(RendezvousHandler):
 
     # Where and how long
 
-    def _address(self, agreed: Agreement) -> str:
+    def _address(self, agreed: RoundAgreement) -> str:
         """Where the other nodes reach this one."""
         if self._params.local_addr:
             return self._params.local_addr
@@ -243,9 +243,9 @@ class KeptRendezvous(RendezvousHandler):
     def _place(self) -> str:
         return f"{self._served.host}:{self._served.port}"
 
-    def _rules(self) -> Rules:
+    def _rules(self) -> RoundRules:
         launch, params = self._config.launch, self._params
-        return Rules(
+        return RoundRules(
             params.min_nodes, params.max_nodes, launch.dead_s, launch.settle_s,
             first_call_s=self._seconds("last_call", FIRST_CALL_S), last_call_s=self._seconds("last_call", LAST_CALL_S),
             grace_s=2 * launch.dead_s,

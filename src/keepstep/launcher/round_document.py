@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from keepstep.launcher.rounds import Board
+from keepstep.launcher.rounds import RoundState
 
 REREAD_S = 5.0
 
@@ -29,27 +29,27 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
-class Document:
+class RoundDocument:
     """What was last seen of it, and the ways to see more and to change it."""
 
     def __init__(self) -> None:
-        self._text, self._board = "", Board()
+        self._text, self._board = "", RoundState()
         self._changes, self._read_at = -1, 0.0
 
     def doubt(self) -> None:
         """Read it the next time, whatever the counter says."""
         self._changes = -1
 
-    def read(self, store: Store) -> Board:
+    def read(self, store: Store) -> RoundState:
         changes, now = store.add("changes", 0), time.monotonic()
         if changes == self._changes and now - self._read_at < REREAD_S:
             return self._board
         text = store.compare_set("board", "", "").decode()  # unlike `get`, does not wait for the first writer
         self._text, self._changes, self._read_at = text, changes, now
-        self._board = msgspec.json.decode(text, type=Board) if text else Board()
+        self._board = msgspec.json.decode(text, type=RoundState) if text else RoundState()
         return self._board
 
-    def write(self, store: Store, board: Board) -> Board | None:
+    def write(self, store: Store, board: RoundState) -> RoundState | None:
         """None when somebody else was quicker: read again."""
         text = msgspec.json.encode(board).decode()
         if text == self._text:
@@ -62,7 +62,7 @@ class Document:
         store.add("changes", 1)
         return board
 
-    def update(self, store: Store, change: Callable[[Board], Board]) -> None:
+    def update(self, store: Store, change: Callable[[RoundState], RoundState]) -> None:
         """Change it, whoever else does at the same time."""
         while self.write(store, change(self.read(store))) is None:
             pass

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from keepstep.control.membership import Known, seats
+from keepstep.control.membership import NodeClaim, seats
 from keepstep.control.messages import NodeCard
 
 NOTHING_YET = "nothing has begun"
 
 
 @dataclass(frozen=True)
-class Rules:
+class RoundRules:
     """How many, and how patient."""
 
     min_nodes: int
@@ -42,24 +42,24 @@ class Rules:
     """how long a newcomer must wait for the place of a member that nobody has seen die"""
 
 
-class Seat(msgspec.Struct, frozen=True):
+class AgentId(msgspec.Struct, frozen=True):
     """An agent (one process) and the node it speaks for."""
 
     agent: str
     node_id: str
 
 
-class Board(msgspec.Struct, frozen=True):
+class RoundState(msgspec.Struct, frozen=True):
     """The document. What it says of `members` stays after their round has ended."""
 
     round: int = 0
-    members: list[Seat] = []
+    members: list[AgentId] = []
     """by node rank"""
     agreement: str = ""
     """the key of what they agreed on"""
     broken: str = NOTHING_YET
     """why no round stands; empty while one does"""
-    waiting: list[Seat] = []
+    waiting: list[AgentId] = []
     """in the order of their arrival"""
     closed: bool = False
     stamp: str = ""
@@ -73,7 +73,7 @@ class Board(msgspec.Struct, frozen=True):
         return next((rank for rank, seat in enumerate(self.members) if seat.agent == agent), None)
 
 
-def arrive(board: Board, seat: Seat) -> Board:
+def arrive(board: RoundState, seat: AgentId) -> RoundState:
     """An agent asks for a place. A member that asks again has left its round, and so ends it.
 
     Other agents of the same node are struck out: the caller has made sure that they are dead.
@@ -88,22 +88,22 @@ def arrive(board: Board, seat: Seat) -> Board:
     return _written(board, broken=broken, waiting=[*waiting, seat])
 
 
-def leave(board: Board, agent: str, *, close: bool) -> Board:
+def leave(board: RoundState, agent: str, *, close: bool) -> RoundState:
     waiting = [seat for seat in board.waiting if seat.agent != agent]
     return _written(board, waiting=waiting, closed=board.closed or close)
 
 
-def end_round(board: Board, round_: int, reason: str) -> Board:
+def end_round(board: RoundState, round_: int, reason: str) -> RoundState:
     """A verdict or an invitation. A later round than the one it speaks of is left alone."""
     return _written(board, broken=reason) if board.round == round_ and board.stands else board
 
 
-def reopen(board: Board) -> Board:
+def reopen(board: RoundState) -> RoundState:
     """A job of the same name begins on a store that remembers the end of the last one."""
     return _written(board, closed=False, waiting=[], broken=board.broken or "the job before has ended")
 
 
-def begin(board: Board, members: Sequence[Seat], agreement: str, alive: Collection[str]) -> Board:
+def begin(board: RoundState, members: Sequence[AgentId], agreement: str, alive: Collection[str]) -> RoundState:
     taken = {seat.agent for seat in members}
     waiting = [seat for seat in board.waiting if seat.agent in alive and seat.agent not in taken]
     return _written(
@@ -112,14 +112,14 @@ def begin(board: Board, members: Sequence[Seat], agreement: str, alive: Collecti
 
 
 def choose(
-    board: Board,
-    rules: Rules,
+    board: RoundState,
+    rules: RoundRules,
     *,
     alive: Collection[str],
-    known: Mapping[str, Known],
+    known: Mapping[str, NodeClaim],
     last: Sequence[NodeCard],
     waited_s: float,
-) -> tuple[list[Seat], str]:
+) -> tuple[list[AgentId], str]:
     """The next round's members by rank and why, or none and what is missing.
 
     `known`: what the living candidates brought. `last`: the newest list of members among them.
@@ -149,13 +149,13 @@ def choose(
     return members, f"{len(members)} nodes, {len(survivors)} of them members before"
 
 
-def late(board: Board, alive: Collection[str]) -> list[Seat]:
+def late(board: RoundState, alive: Collection[str]) -> list[AgentId]:
     """Members of the last round whose agents live and have not asked for a place yet."""
     here = {seat.node_id for seat in board.waiting}
     return [seat for seat in board.members if seat.agent in alive and seat.node_id not in here]
 
 
-def watched(board: Board, rank: int, *, all_up_to: int = 32, successors: int = 3) -> list[Seat]:
+def watched(board: RoundState, rank: int, *, all_up_to: int = 32, successors: int = 3) -> list[AgentId]:
     """Whom a member of a standing round listens to: everybody in a small one, the next few in a large one.
 
     A dead node whose watchers died too is found all the same: their deaths end the round.
@@ -164,7 +164,9 @@ def watched(board: Board, rank: int, *, all_up_to: int = 32, successors: int = 3
     return others if len(board.members) <= all_up_to else others[:successors]
 
 
-def heard(board: Board, seat: Seat, *, dead: Callable[[Seat], bool], all_up_to: int = 32, first: int = 8) -> list[Seat]:
+def heard(
+    board: RoundState, seat: AgentId, *, dead: Callable[[AgentId], bool], all_up_to: int = 32, first: int = 8
+) -> list[AgentId]:
     """Whom a candidate listens to: everybody where they are few. Else only those who may decide listen to everybody,
     and all others to them, and to whoever else speaks for the same node.
 
@@ -179,7 +181,7 @@ def heard(board: Board, seat: Seat, *, dead: Callable[[Seat], bool], all_up_to: 
     return [*living, *(other for other in everybody if other.node_id == seat.node_id)]
 
 
-class Silences:
+class SilenceTimer:
     """For how long each counter has not moved.
 
     Time counts only while counters are read: `elapsed_s` is capped by the caller, so that a store that stood
@@ -208,10 +210,10 @@ class Silences:
         return agent in self._moved
 
 
-def _written(board: Board, **changes: object) -> Board:
+def _written(board: RoundState, **changes: object) -> RoundState:
     return msgspec.structs.replace(board, stamp=secrets.token_hex(6), **changes)
 
 
-def _names(them: Sequence[Seat]) -> str:
+def _names(them: Sequence[AgentId]) -> str:
     shown = ", ".join(seat.node_id for seat in them[:5])
     return f"node {shown}" + (f" and {len(them) - 5} more" if len(them) > 5 else "")

@@ -36,7 +36,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     """Called by torchrun when this backend was chosen."""
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
-    from keepstep.launcher.rendezvous import KeptRendezvous
+    from keepstep.launcher.rendezvous import KeepstepRendezvous
 
     config = resolve()
     identity = _identify(config, params.run_id)
@@ -53,7 +53,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     if params.max_nodes == 1 and not params.endpoint:
         params.endpoint = LOCAL_ENDPOINT  # torch's default port is one for all jobs of a machine
     _, store = create_backend(params)
-    return KeptRendezvous(cast("TCPStore", store), params, identity=identity, config=config)
+    return KeepstepRendezvous(cast("TCPStore", store), params, identity=identity, config=config)
 
 
 def _identify(config: Config, rendezvous_id: str) -> Identity:

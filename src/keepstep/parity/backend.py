@@ -11,7 +11,7 @@ from typing import Protocol
 
 from keepstep.errors import ConfigError
 from keepstep.parity import isal
-from keepstep.parity.buffer_pins import Pointers, Span, pointers
+from keepstep.parity.buffer_pins import MemorySpan, Pointers, pointers
 
 FORCE_VARIABLE = "KEEPSTEP_TEST_PARITY_BACKEND"
 STEP_BYTES = 1 << 20
@@ -45,12 +45,12 @@ def chosen() -> Backend:
         raise ConfigError("no ISA-L that works was found", hint="pip install pyeclib")
     if not forced:
         log.warning("no ISA-L that works was found: parity is computed by numpy, several times slower")
-    from keepstep.parity.numpy_backend import Plain
+    from keepstep.parity.numpy_backend import NumpyBackend
 
-    return Plain()
+    return NumpyBackend()
 
 
-def mix_ragged(rows: Sequence[bytes], sources: Sequence[Span], targets: Sequence[int], size: int) -> None:
+def mix_ragged(rows: Sequence[bytes], sources: Sequence[MemorySpan], targets: Sequence[int], size: int) -> None:
     """Sums over sources of unequal length: beyond its end a source is zero, and none is copied to make it so.
 
     The range is cut where a source ends; between two cuts the sum simply has fewer terms.

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 _SIMPLE, _WRITABLE = 0, 1
 
 
-class Span(NamedTuple):
+class MemorySpan(NamedTuple):
     """Bytes in memory."""
 
     address: int
     size: int
 
 
-NOTHING = Span(0, 0)
+NOTHING = MemorySpan(0, 0)
 
 Pointers: TypeAlias = "ctypes.Array[ctypes.c_void_p]"
 """addresses as native code takes them; they hold nothing"""
@@ -40,20 +40,20 @@ class Pins:
     def __init__(self) -> None:
         self._held: list[_Export] = []
 
-    def read(self, buffer: Buffer | None) -> Span:
+    def read(self, buffer: Buffer | None) -> MemorySpan:
         return NOTHING if buffer is None else self._pin(buffer, _SIMPLE, "read")
 
-    def write(self, buffer: Buffer) -> Span:
+    def write(self, buffer: Buffer) -> MemorySpan:
         return self._pin(buffer, _WRITABLE, "written")
 
-    def _pin(self, buffer: Buffer, flags: int, use: str) -> Span:
+    def _pin(self, buffer: Buffer, flags: int, use: str) -> MemorySpan:
         export = _Export()
         try:
             _get_buffer(buffer, ctypes.byref(export), flags)
         except (BufferError, ValueError) as error:
             raise ValueError(f"a {type(buffer).__name__} cannot be {use} as one piece of memory: {error}") from None
         self._held.append(export)
-        return Span(export.address or 0, export.size)
+        return MemorySpan(export.address or 0, export.size)
 
     def __enter__(self) -> Pins:
         return self

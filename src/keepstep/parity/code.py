@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.parity import galois
 from keepstep.parity.backend import mix_ragged
-from keepstep.parity.buffer_pins import Pins, Span
+from keepstep.parity.buffer_pins import MemorySpan, Pins
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -117,7 +117,7 @@ def decoder(k: int, m: int, chosen: tuple[int, ...], erased: int) -> bytes:
     return bytes([*of_known, *solved])
 
 
-def _check_apart(spans: Sequence[Span], target: Span) -> None:
+def _check_apart(spans: Sequence[MemorySpan], target: MemorySpan) -> None:
     """Native code reads a source again after it has written there."""
     for span in spans:
         if span.address < target.address + target.size and target.address < span.address + span.size:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from keepstep.arena.slots import CHUNK_BYTES
 from keepstep.parity import galois
 from keepstep.parity.backend import chosen, mix_ragged
-from keepstep.parity.buffer_pins import Pins, Span, pointers
+from keepstep.parity.buffer_pins import MemorySpan, Pins, pointers
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FINGERPRINT_BYTES = 16
 
 
-class Fold(NamedTuple):
+class FoldStep(NamedTuple):
     """A step: blocks of the input become rows of one block each."""
 
     num_blocks: int
@@ -41,7 +41,7 @@ class Fold(NamedTuple):
 # Points are powers of the generator, so there are at most 255 blocks; 17 is the fewest that the first fold can do with.
 # It reads the chunk, the others stay in the cache: more streams outrun the prefetcher (20: a third slower), and
 # streams that are a power of two apart fall into the same places of the cache (16: a third slower).
-FOLDS = (Fold(17, 246848, 2), Fold(253, 1952, 4), Fold(252, 31, 8), Fold(248, 1, 16))
+FOLDS = (FoldStep(17, 246848, 2), FoldStep(253, 1952, 4), FoldStep(252, 31, 8), FoldStep(248, 1, 16))
 SHORTEST = 64
 """bytes per native call: below, kernels fall back to byte by byte, so a short block is read on into what follows it"""
 
@@ -54,7 +54,7 @@ def fingerprint(chunk: Buffer) -> bytes:
         if data.size > CHUNK_BYTES:
             raise ValueError(f"a chunk of {data.size} bytes: {CHUNK_BYTES} is the most")
         starts = range(0, first.num_blocks * first.block_bytes, first.block_bytes)
-        blocks = [Span(data.address + at, max(0, min(first.block_bytes, data.size - at))) for at in starts]
+        blocks = [MemorySpan(data.address + at, max(0, min(first.block_bytes, data.size - at))) for at in starts]
         scratch = _scratch()
         mix_ragged([fold_row(0, row) for row in range(first.num_rows)], blocks, scratch.rows, first.block_bytes)
     return scratch.fold_the_rest()
@@ -119,7 +119,7 @@ class _Scratch:
                 self._move_together(self._views[level], fold)
         return self._wide.raw[::SHORTEST]
 
-    def _move_together(self, target: memoryview, fold: Fold) -> None:
+    def _move_together(self, target: memoryview, fold: FoldStep) -> None:
         """Not by memmove of ctypes, which gives the interpreter up for each of dozens of moves of a few bytes."""
         size, wide = fold.block_bytes, self._wide_view
         for row in range(fold.num_rows):

@@ -29,7 +29,7 @@ TABLES_KEPT = 512
 log = logging.getLogger("keepstep")
 
 
-class Isal:
+class IsalBackend:
     """The two functions of ISA-L that are needed."""
 
     name = "isal"
@@ -57,11 +57,11 @@ class Isal:
         return tables
 
 
-def load(paths: Iterable[str] | None = None, *, open_library: Callable[[str], Any] = ctypes.CDLL) -> Isal | None:
+def load(paths: Iterable[str] | None = None, *, open_library: Callable[[str], Any] = ctypes.CDLL) -> IsalBackend | None:
     """The first candidate that works, or None."""
     for path in candidates() if paths is None else paths:
         try:
-            found = Isal(open_library(path), path)
+            found = IsalBackend(open_library(path), path)
         except (OSError, AttributeError) as error:
             log.debug("no ISA-L in %s: %s", path, error)
             continue
@@ -81,7 +81,7 @@ def candidates() -> Iterator[str]:
     yield SYSTEM_LIBRARY
 
 
-def self_test(library: Isal) -> str:
+def self_test(library: IsalBackend) -> str:
     """Why the library cannot be believed; empty when it can."""
     every = bytes(range(256))
     got = _mix(library, every[1:], 255, [every], 256)
@@ -105,7 +105,7 @@ def _expected(row: bytes, sources: Sequence[bytes], size: int) -> bytes:
     return total
 
 
-def _mix(library: Isal, matrix: bytes, num_targets: int, sources: Sequence[bytes], size: int) -> list[bytes]:
+def _mix(library: IsalBackend, matrix: bytes, num_targets: int, sources: Sequence[bytes], size: int) -> list[bytes]:
     """Through memory that is unaligned and has guards; a target whose guard changed comes back as nothing."""
     guard, stride = b"\xa5" * 64, size + 129
     inputs = ctypes.create_string_buffer(b"".join(s.ljust(stride, b"\x5a") for s in sources))

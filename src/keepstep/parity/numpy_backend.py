@@ -25,7 +25,7 @@ SHORT_BYTES = 512
 Words = npt.NDArray[Any]
 
 
-class Plain:
+class NumpyBackend:
     name = "numpy"
     path = np.__file__ or ""
 

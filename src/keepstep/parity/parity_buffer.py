@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from keepstep.arena import records as h
-from keepstep.arena.memfd import Segment
+from keepstep.arena.memfd import Memfd
 from keepstep.arena.records import PAGE
 from keepstep.errors import IntegrityError
 from keepstep.layout import align
@@ -70,7 +70,7 @@ class ParityHeader:
         return cls(state, n, m, position, version, own, attempt, b0, b1, b2, meta, table, name)
 
 
-class Meta(msgspec.Struct, frozen=True):
+class ParityGroup(msgspec.Struct, frozen=True):
     """Who the group is, and what must be known of each member to rebuild it."""
 
     run_id: str
@@ -84,10 +84,10 @@ class Meta(msgspec.Struct, frozen=True):
     """(stripe, row of the code, sizes of its chunks) of the parity in the payload, in its order"""
 
 
-class HeldParity:
+class ParityBuffer:
     """A parity buffer over a segment, which it owns."""
 
-    def __init__(self, segment: Segment, header: ParityHeader | None, meta: Meta | None) -> None:
+    def __init__(self, segment: Memfd, header: ParityHeader | None, meta: ParityGroup | None) -> None:
         self.segment = segment
         self.header, self.meta = header, meta
         self.buffer_id = header.buffer_id.hex() if header is not None else uuid.uuid4().hex
@@ -96,13 +96,13 @@ class HeldParity:
             self._index()
 
     @classmethod
-    def create(cls, size_bytes: int) -> HeldParity:
-        return cls(Segment.create(size_bytes), None, None)
+    def create(cls, size_bytes: int) -> ParityBuffer:
+        return cls(Memfd.create(size_bytes), None, None)
 
     @classmethod
-    def adopt(cls, fd: int, *, run_id: str, node_id: str) -> HeldParity:
+    def adopt(cls, fd: int, *, run_id: str, node_id: str) -> ParityBuffer:
         """One that came from elsewhere, if it is PLACED and this node's. A refused descriptor stays the caller's."""
-        segment = Segment.adopt(fd)
+        segment = Memfd.adopt(fd)
         found = h.newest(ParityHeader, segment.read(0, 2 * h.RECORD_BYTES))
         if found is None:
             raise IntegrityError("the parity buffer has no sound header")
@@ -115,7 +115,7 @@ class HeldParity:
         if xxhash.xxh3_128_digest(raw) != header.meta_digest:
             raise IntegrityError("the manifests beside the parity are damaged")
         try:
-            meta = msgspec.msgpack.decode(raw, type=Meta)
+            meta = msgspec.msgpack.decode(raw, type=ParityGroup)
         except (msgspec.DecodeError, ValueError) as error:
             raise IntegrityError(f"the manifests beside the parity cannot be read: {error}") from error
         if (meta.run_id, meta.node_id) != (run_id, node_id):
@@ -126,7 +126,7 @@ class HeldParity:
 
     # Writing
 
-    def begin(self, meta: Meta, *, key: tuple[Version, Incarnation, int], n: int, m: int, position: int) -> None:
+    def begin(self, meta: ParityGroup, *, key: tuple[Version, Incarnation, int], n: int, m: int, position: int) -> None:
         """Forget what it held and make room for this; `place` when all chunks are written."""
         raw = msgspec.msgpack.encode(meta)
         version, incarnation, attempt = key
@@ -210,7 +210,7 @@ class HeldParity:
         h.write_pair(self.header, pair, self.segment.write)
 
 
-def size_needed(meta: Meta) -> int:
+def size_needed(meta: ParityGroup) -> int:
     """Bytes of a buffer for this."""
     meta_bytes = len(msgspec.msgpack.encode(meta))
     chunks = sum(len(sizes) for _, _, sizes in meta.rows)
@@ -221,7 +221,7 @@ def size_needed(meta: Meta) -> int:
 
 def is_parity(fd: int) -> bool:
     """Whether a memfd that came from elsewhere is a parity buffer; an arena begins otherwise."""
-    segment = Segment.adopt(fd)
+    segment = Memfd.adopt(fd)
     return any(segment.read(at, 8) == MAGIC for at in (0, h.RECORD_BYTES))
 
 

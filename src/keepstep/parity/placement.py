@@ -26,14 +26,14 @@ CPU_S_PER_GB = 0.6
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """A node and what fails together with it (rack, switch); an empty domain is the node's own."""
 
     node_id: str
     domain: str = ""
 
 
-def cut_groups(nodes: Sequence[Place], group_size: int, losses: int) -> tuple[tuple[int, ...], ...]:
+def cut_groups(nodes: Sequence[NodePlace], group_size: int, losses: int) -> tuple[tuple[int, ...], ...]:
     """Groups of indices into `nodes`, for `losses` lost nodes per group, sizes that differ by at most one.
 
     Nodes are dealt out in the order of their domains, so that a domain's nodes are as far as possible in different

@@ -33,7 +33,7 @@ class Rebuild(msgspec.Struct, frozen=True):
     parity: tuple[str, ...]
 
 
-class Piece(msgspec.Struct, frozen=True):
+class RankSource(msgspec.Struct, frozen=True):
     """Where the bytes of one rank come from."""
 
     version: Version
@@ -53,7 +53,7 @@ class Plan:
     """`version` None and `failure` empty: there is truly nothing to restore."""
 
     version: Version | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RankSource, ...]
     reasons: tuple[str, ...]
     failure: str = ""
     local_world_size: int = 0
@@ -66,7 +66,7 @@ _SetOfGroup = tuple[SetKey, tuple[str, ...]]
 
 
 @dataclass
-class _Found:
+class _VersionSources:
     """All that is known of one version."""
 
     by_rank: dict[int, list[tuple[str, Holding]]] = field(default_factory=lambda: defaultdict(list))
@@ -146,8 +146,8 @@ def stands(inventories: Mapping[str, Inventory], key: SetKey) -> bool:
     return True
 
 
-def _gather(inventories: Mapping[str, Inventory]) -> dict[Version, _Found]:
-    versions: dict[Version, _Found] = defaultdict(_Found)
+def _gather(inventories: Mapping[str, Inventory]) -> dict[Version, _VersionSources]:
+    versions: dict[Version, _VersionSources] = defaultdict(_VersionSources)
     for node_id, inventory in inventories.items():
         for holding in inventory.holdings:
             versions[holding.version].by_rank[holding.rank].append((node_id, holding))
@@ -156,9 +156,11 @@ def _gather(inventories: Mapping[str, Inventory]) -> dict[Version, _Found]:
     return versions
 
 
-def _pieces(version: Version, found: _Found, homes: Mapping[int, str]) -> tuple[tuple[Piece, ...], list[str]]:
+def _pieces(
+    version: Version, found: _VersionSources, homes: Mapping[int, str]
+) -> tuple[tuple[RankSource, ...], list[str]]:
     """The piece of every rank, or what is missing, one sentence each."""
-    pieces: list[Piece] = []
+    pieces: list[RankSource] = []
     missing: dict[str, list[int]] = defaultdict(list)
     rebuilds: dict[int, Rebuild | str] = {}
     for rank in range(found.world_size):
@@ -167,7 +169,7 @@ def _pieces(version: Version, found: _Found, homes: Mapping[int, str]) -> tuple[
             node_id, holding = min(held, key=lambda one: (one[0] != homes.get(rank, one[0]), one[0], one[1].slot))
             source = OWN if homes.get(rank, node_id) == node_id else PEER
             where = (holding.size_bytes, holding.local_index, holding.arena_id, holding.slot)
-            pieces.append(Piece(version, rank, source, node_id, *where))
+            pieces.append(RankSource(version, rank, source, node_id, *where))
             continue
         if rank not in rebuilds:
             rebuilds.update(_rebuilds(rank, found))
@@ -175,7 +177,7 @@ def _pieces(version: Version, found: _Found, homes: Mapping[int, str]) -> tuple[
         if isinstance(rebuild, str):
             missing[rebuild].append(rank)
         else:
-            pieces.append(Piece(version, rank, REBUILD, "", rebuild=rebuild))
+            pieces.append(RankSource(version, rank, REBUILD, "", rebuild=rebuild))
     return tuple(pieces), [f"ranks {ranks_text(ranks)} {why}" for why, ranks in missing.items()]
 
 
@@ -190,7 +192,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _rebuilds(rank: int, found: _Found) -> dict[int, Rebuild | str]:
+def _rebuilds(rank: int, found: _VersionSources) -> dict[int, Rebuild | str]:
     """How the ranks of a lost node can be rebuilt: by the newest set that allows it."""
     why = "have no sealed snapshot of it, and no parity covers them"
     for key, members in sorted(found.sets, reverse=True):
@@ -221,7 +223,7 @@ def _rebuilds(rank: int, found: _Found) -> dict[int, Rebuild | str]:
     return {rank: why}
 
 
-def _sources(pieces: Sequence[Piece]) -> str:
+def _sources(pieces: Sequence[RankSource]) -> str:
     counts: dict[str, int] = defaultdict(int)
     for piece in pieces:
         counts[piece.source] += 1

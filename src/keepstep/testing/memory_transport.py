@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from keepstep.config import PeersConfig
-from keepstep.transport.fetch import Digest, Fetch
+from keepstep.transport.fetch import BodyDigest, PendingFetch
 from keepstep.transport.interface import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_BYTES,
@@ -34,7 +34,7 @@ from keepstep.transport.interface import (
     Refusal,
     Serve,
 )
-from keepstep.transport.threads import Crew
+from keepstep.transport.threads import ThreadGroup
 from keepstep.transport.traffic import Traffic
 
 log = logging.getLogger("keepstep")
@@ -50,12 +50,12 @@ class _Link:
         self.inbox: dict[str, deque[tuple[float, bytes]]] = {one: deque(), other: deque()}
 
 
-class Hub:
+class MemoryHub:
     """The network. Orders may be given from any thread and hold until they are taken back."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.nodes: dict[str, MemoryPeers] = {}
+        self.nodes: dict[str, MemoryTransport] = {}
         self.ports = itertools.count(1)
         self._cut: set[frozenset[str]] = set()
         self._frozen: set[str] = set()
@@ -100,22 +100,22 @@ class Hub:
             return left > 0
 
 
-class MemoryPeers:
+class MemoryTransport:
     """`Peers` over a hub."""
 
     def __init__(
-        self, hub: Hub, me: Peer, config: PeersConfig, *, on_message: OnMessage, on_link: OnLink, serve: Serve
+        self, hub: MemoryHub, me: Peer, config: PeersConfig, *, on_message: OnMessage, on_link: OnLink, serve: Serve
     ) -> None:
         self.me = Peer(me.node_id, me.instance, "memory", next(hub.ports))
         self._hub = hub
         self._traffic = Traffic(config)
         self._on_message, self._on_link, self._serve = on_message, on_link, serve
-        self._crew = Crew()
+        self._crew = ThreadGroup()
         self._known: dict[str, Peer] = {}
         self._links: dict[str, _Link] = {}
         self._told: dict[str, _Link] = {}
         self._heard_at: dict[str, float] = {}
-        self._waiting: dict[str, deque[Fetch]] = {}
+        self._waiting: dict[str, deque[PendingFetch]] = {}
         self._num_streams: dict[str, int] = {}
         self._met: set[str] = set()
         self._wake = threading.Event()
@@ -168,7 +168,7 @@ class MemoryPeers:
         expect: bytes | None,
         timeout_s: float,
     ) -> Future[Fetched]:
-        fetch = Fetch(node_id, request, into, size_bytes=size_bytes, expect=expect, timeout_s=timeout_s)
+        fetch = PendingFetch(node_id, request, into, size_bytes=size_bytes, expect=expect, timeout_s=timeout_s)
         refused = ""
         with self._hub.lock:
             link = self._links.get(node_id)
@@ -309,7 +309,7 @@ class MemoryPeers:
                 self._fetch(fetch, link)
             del fetch
 
-    def _fetch(self, fetch: Fetch, link: _Link | None) -> None:
+    def _fetch(self, fetch: PendingFetch, link: _Link | None) -> None:
         node_id, counters = fetch.node_id, self._traffic.counters
         outcome = self._answer(fetch, link)
         if isinstance(outcome, str):
@@ -337,7 +337,7 @@ class MemoryPeers:
             self._hub_counter(node_id, "served")
             fetch.succeed(body.size_bytes, checksum, loose)
 
-    def _answer(self, fetch: Fetch, link: _Link | None) -> tuple[Body | None, str] | str:
+    def _answer(self, fetch: PendingFetch, link: _Link | None) -> tuple[Body | None, str] | str:
         """What the other side's `serve` says, on a thread of its own; a string when it says nothing in time."""
         answers: list[tuple[Body | None, str]] = []
         late = threading.Event()
@@ -381,9 +381,9 @@ class MemoryPeers:
             self._traffic.counters.add("refused")
         answers.append((body, reason))
 
-    def _body(self, fetch: Fetch, body: Body, link: _Link | None) -> tuple[str, bytes, str, bytearray | None]:
+    def _body(self, fetch: PendingFetch, body: Body, link: _Link | None) -> tuple[str, bytes, str, bytearray | None]:
         target, loose = fetch.target(body.size_bytes)
-        digest = Digest(fetch.expect, body.checksum)
+        digest = BodyDigest(fetch.expect, body.checksum)
         flip = self._hub.flips(fetch.node_id, self.me.node_id)
         other = self._hub.nodes.get(fetch.node_id)
         cap, far_cap = self._traffic.cap_in, other._traffic.cap_out if other is not None else self._traffic.cap_out
@@ -408,7 +408,7 @@ class MemoryPeers:
             done += want
         return "", *digest.verdict(), loose
 
-    def _stopped(self, fetch: Fetch, link: _Link | None) -> str:
+    def _stopped(self, fetch: PendingFetch, link: _Link | None) -> str:
         """Why the fetch must end now, if it must."""
         if fetch.abandoned:
             return "cancelled"

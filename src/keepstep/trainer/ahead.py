@@ -20,7 +20,7 @@ from keepstep.errors import Error
 from keepstep.identity import Identity
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.pinned import in_use
-from keepstep.trainer.restore.device_upload import Ring
+from keepstep.trainer.restore.device_upload import PinnedUploader
 
 log = logging.getLogger("keepstep")
 
@@ -36,7 +36,7 @@ class Ahead:
         identity: Identity,
         local_index: int,
         *,
-        ring: Ring | None = None,
+        ring: PinnedUploader | None = None,
         threads: int = 1,
     ) -> None:
         """`held`: duplicates of the node's memfds by name, as they come in. `threads` fault pages in."""

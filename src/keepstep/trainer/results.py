@@ -60,7 +60,7 @@ class PendingSnapshot:
         return f"<PendingSnapshot step {self.step}, {told}>"
 
 
-class Waiting:
+class PendingSnapshots:
     """The snapshots whose fate is open. Told by the keeper, in any order, from other threads."""
 
     def __init__(self) -> None:

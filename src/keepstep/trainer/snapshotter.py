@@ -24,7 +24,7 @@ from keepstep.control.messages import Committed, Complete, Done, Landed, Loaded,
 from keepstep.errors import CaptureError, ConfigError
 from keepstep.layout import SnapshotSize
 from keepstep.trainer.capture.capture import Capture
-from keepstep.trainer.capture.job import Job
+from keepstep.trainer.capture.job import CaptureJob
 from keepstep.trainer.connection.environment import (
     find_identity,
     find_place,
@@ -32,24 +32,24 @@ from keepstep.trainer.connection.environment import (
     registration,
     warn_about_shared_store,
 )
-from keepstep.trainer.connection.keeper_link import Link, Listeners
+from keepstep.trainer.connection.keeper_link import KeeperLink, Listeners
 from keepstep.trainer.connection.world import World
 from keepstep.trainer.landing import Ranges
 from keepstep.trainer.memory.arena_view import ArenaView
-from keepstep.trainer.memory.rank_arena import Memory
+from keepstep.trainer.memory.rank_arena import RankArena
 from keepstep.trainer.plan import arena_size
-from keepstep.trainer.plan.plan_cache import Sight, Survey
-from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.plan_cache import CachedPlan, PlanCache
+from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.replication import Replicas
 from keepstep.trainer.plan.stillness import Stillness
-from keepstep.trainer.restore.restore import Loading
+from keepstep.trainer.restore.restore import RestoreRun
 from keepstep.trainer.restore.short_turns import short_turns
 from keepstep.trainer.restore.stopwatch import Stopwatch
 from keepstep.trainer.restore.writer import Restored, sharded_modules
-from keepstep.trainer.results import PendingSnapshot, Waiting
-from keepstep.trainer.state.objects import MODULE, OPTIMIZER, STATEFUL, Items, unwrap_optimizer
-from keepstep.trainer.state.optimizer_fence import Fence
-from keepstep.trainer.state.reader import Reader
+from keepstep.trainer.results import PendingSnapshot, PendingSnapshots
+from keepstep.trainer.state.objects import MODULE, OPTIMIZER, STATEFUL, StateObjects, unwrap_optimizer
+from keepstep.trainer.state.optimizer_fence import OptimizerFence
+from keepstep.trainer.state.reader import StateReader
 from keepstep.types import Status, Version
 
 log = logging.getLogger("keepstep")
@@ -62,7 +62,7 @@ class Snapshotter:
 
     def __init__(self, state: Mapping[str, Any], config: Config | None = None) -> None:
         self.config = resolve(config)
-        self._items = Items(state)
+        self._items = StateObjects(state)
         self._place = find_place()
         self._identity = find_identity(self.config, self._place)
         warn_about_shared_store()
@@ -72,25 +72,25 @@ class Snapshotter:
         listeners = Listeners(self._on_complete, self._on_protected, self._on_voided, self._on_arena_refused)
         met = meet_if_needed(self._identity, self.config, self._place)
         register = registration(self.config, self._place, met)
-        self._link = Link(self._identity, self.config, register, listeners, met.membership if met else None)
+        self._link = KeeperLink(self._identity, self.config, register, listeners, met.membership if met else None)
         self._link.progress = lambda: self._progress
         _open_here.add(key)
         self._key = key
         optimizers = [(item.path, unwrap_optimizer(item.thing)) for item in self._items.of(OPTIMIZER)]
-        self._fence = Fence(optimizers, [item.thing for item in self._items.of(MODULE)])
+        self._fence = OptimizerFence(optimizers, [item.thing for item in self._items.of(MODULE)])
         self._capture = Capture(
             self._place, self.config.take, self._fence,
             landed=self._on_landed, committed=self._on_committed, voided=self._on_void,
         )  # fmt: skip
         self._sharing = self._find_sharing()
         self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
-        self._survey = Survey(
-            Reader(self._items, rng=self.config.rng, grads=self.config.grads), self._fence, self._sharing,
+        self._survey = PlanCache(
+            StateReader(self._items, rng=self.config.rng, grads=self.config.grads), self._fence, self._sharing,
             self._replicas, Stillness(restless=bool(self._sharded)), self.config.take.small_bytes,
         )  # fmt: skip
-        self._memory = Memory(self._link, self.config.arena)
+        self._memory = RankArena(self._link, self.config.arena)
         self._link.arena_id = lambda: self._memory.arena_id
-        self._waiting = Waiting()
+        self._waiting = PendingSnapshots()
         self._taking = threading.Lock()
         """held by a `take` as long as it writes into the arena"""
         self._progress = -1
@@ -116,7 +116,7 @@ class Snapshotter:
 
     def _restore(self, rehearsal: Callable[[], object] | None) -> Restored | None:
         watch = Stopwatch()
-        loading = Loading(self.config, self._identity, self._place, self._items, self._link, self._memory)
+        loading = RestoreRun(self.config, self._identity, self._place, self._items, self._link, self._memory)
         restored = loading.run(rehearsal, self._replicas, watch)
         # Before the first step: all that can fail, fails here.
         need = self._foresee()
@@ -137,10 +137,10 @@ class Snapshotter:
 
     # What other nodes hold too
 
-    def _find_sharing(self) -> Sharing | None:
+    def _find_sharing(self) -> ReplicaShares | None:
         """None on a single node, where everything is this rank's own."""
         world, parity = World.of(self._place), self.config.parity
-        return Sharing(world, parity.replicated, parity.losses, parity.group_size) if world is not None else None
+        return ReplicaShares(world, parity.replicated, parity.losses, parity.group_size) if world is not None else None
 
     def _replicas(self) -> Replicas:
         return Replicas(self._items, self._sharing, named=self.config.replicated, diverged=self._diverged)
@@ -262,13 +262,13 @@ class Snapshotter:
         self._capture.begin(view, grant.slot, version, seen.plan, inexact=inexact, behind=behind, look=seen.look)
         return pending
 
-    def _behind_take(self, view: ArenaView, seen: Sight) -> bytes:
+    def _behind_take(self, view: ArenaView, seen: CachedPlan) -> bytes:
         """On the copy thread: what need not be done inside `take`. Returns the encoded values."""
         self._memory.write_progress()
         self._check_room(view, seen, len(seen.reading.values))
         return seen.reading.values
 
-    def _check_room(self, view: ArenaView, seen: Sight, values_bytes: int) -> None:
+    def _check_room(self, view: ArenaView, seen: CachedPlan, values_bytes: int) -> None:
         plan = seen.plan
         if not view.arena.fits(SnapshotSize(len(plan.encoded), values_bytes, plan.payload_bytes)):
             wanted = arena_size.need_of(plan, len(seen.reading.values), [], self._sharing)
@@ -296,13 +296,13 @@ class Snapshotter:
 
     # From other threads
 
-    def _on_landed(self, job: Job, ranges: Ranges) -> None:
+    def _on_landed(self, job: CaptureJob, ranges: Ranges) -> None:
         self._link.mention(Landed(job.view.arena.arena_id, job.slot, job.sequence, ranges))
 
-    def _on_committed(self, job: Job) -> None:
+    def _on_committed(self, job: CaptureJob) -> None:
         self._link.say(Committed(job.view.arena.arena_id, job.slot, job.version))
 
-    def _on_void(self, job: Job, reason: str) -> None:
+    def _on_void(self, job: CaptureJob, reason: str) -> None:
         self._warn_once(f"a snapshot that had begun is void: {reason}")
         self._memory.write_progress()  # the copy may have failed before it was
         self._link.say(Void(job.view.arena.arena_id, job.slot, job.version, reason))
@@ -318,7 +318,7 @@ class Snapshotter:
         self._memory.replace(before=self._let_go)
 
     def _let_go(self) -> None:
-        """The arena goes: no `take` begins any more (`Memory.busy`), and those that have begun are over."""
+        """The arena goes: no `take` begins any more (`RankArena.busy`), and those that have begun are over."""
         with self._taking:
             pass
         self._capture.drain(timeout_s=600)

@@ -7,11 +7,11 @@ from keepstep.transport.interface import (
     OnLink,
     OnMessage,
     Peer,
-    Peers,
     Refusal,
     Serve,
+    Transport,
 )
-from keepstep.transport.tcp import TcpPeers
+from keepstep.transport.tcp import TcpTransport
 
 __all__ = [
     "Body",
@@ -20,8 +20,8 @@ __all__ = [
     "OnLink",
     "OnMessage",
     "Peer",
-    "Peers",
     "Refusal",
     "Serve",
-    "TcpPeers",
+    "TcpTransport",
+    "Transport",
 ]

@@ -23,7 +23,7 @@ SHORTEST_S = 0.001
 TLS_PIECE_BYTES = 256 << 10
 
 
-class WireError(Exception):
+class PeerSocketError(Exception):
     """The connection is of no more use."""
 
     def __init__(self, reason: str, *, timed_out: bool = False) -> None:
@@ -32,7 +32,7 @@ class WireError(Exception):
         self.timed_out = timed_out
 
 
-class Wire:
+class PeerSocket:
     """A connected socket that its owner reads and writes with deadlines."""
 
     def __init__(self, sock: socket.socket, *, timeout_s: float) -> None:
@@ -54,7 +54,7 @@ class Wire:
             self._sock.settimeout(max(timeout_s, SHORTEST_S))
             self._sock.connect(address)
         except OSError as error:
-            raise WireError(f"cannot connect: {error.strerror or error}") from None
+            raise PeerSocketError(f"cannot connect: {error.strerror or error}") from None
         self._limit_s = -1.0
 
     def secure(self, context: ssl.SSLContext, *, server: bool, timeout_s: float) -> None:
@@ -62,7 +62,7 @@ class Wire:
         try:
             with self._lock:
                 if self._closed:
-                    raise WireError("closed")
+                    raise PeerSocketError("closed")
                 self._sock.settimeout(timeout_s)
                 self._sock = self.tls = context.wrap_socket(
                     self._sock, server_side=server, do_handshake_on_connect=False, suppress_ragged_eofs=True
@@ -101,7 +101,7 @@ class Wire:
         except OSError as error:
             raise _failed(error) from None
         if count == 0:
-            raise WireError("the peer closed the connection")
+            raise PeerSocketError("the peer closed the connection")
         return count
 
     def read_exact(self, size_bytes: int, *, deadline: float | None = None) -> bytes:
@@ -144,7 +144,7 @@ class Wire:
         except OSError as error:
             raise _failed(error) from None
         if count == 0:
-            raise WireError("the file that is served ended early")
+            raise PeerSocketError("the file that is served ended early")
         return count
 
     def shut(self) -> None:
@@ -166,16 +166,16 @@ class Wire:
 def _until(deadline: float) -> float:
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise WireError("took too long", timed_out=True)
+        raise PeerSocketError("took too long", timed_out=True)
     return remaining
 
 
-def _failed(error: OSError) -> WireError:
+def _failed(error: OSError) -> PeerSocketError:
     if isinstance(error, TimeoutError | BlockingIOError | ssl.SSLWantReadError | ssl.SSLWantWriteError):
-        return WireError("nothing moved in time", timed_out=True)
+        return PeerSocketError("nothing moved in time", timed_out=True)
     if isinstance(error, ssl.SSLError):
-        return WireError(f"TLS: {error.reason or error}")
-    return WireError(error.strerror or str(error))
+        return PeerSocketError(f"TLS: {error.reason or error}")
+    return PeerSocketError(error.strerror or str(error))
 
 
 def _tune(sock: socket.socket, timeout_s: float) -> None:

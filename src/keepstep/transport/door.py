@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from keepstep.transport.connection import Wire
-from keepstep.transport.threads import Crew
+from keepstep.transport.connection import PeerSocket
+from keepstep.transport.threads import ThreadGroup
 
 log = logging.getLogger("keepstep")
 MAX_UNAUTHENTICATED = 32
@@ -20,21 +20,21 @@ MAX_UNAUTHENTICATED = 32
 LOG_EVERY_S = 10.0
 LOOK_S = 0.5
 
-Greet = Callable[[Wire, str, Callable[[], None]], None]
+Greet = Callable[[PeerSocket, str, Callable[[], None]], None]
 """connection, address, and what to call once the peer has proved itself; owns and closes the connection"""
 
 
-class Door:
+class Listener:
     """Accepts and hands each connection to `greet` on a thread of its own."""
 
-    def __init__(self, listener: socket.socket, greet: Greet, crew: Crew, *, timeout_s: float) -> None:
+    def __init__(self, listener: socket.socket, greet: Greet, crew: ThreadGroup, *, timeout_s: float) -> None:
         self._listener = listener
         self._listener.setblocking(False)
         self._greet = greet
         self._crew = crew
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._waiting: dict[Wire, str] = {}
+        self._waiting: dict[PeerSocket, str] = {}
         self._closed = False
         self._logged_at = 0.0
         self._num_quiet = 0
@@ -82,7 +82,7 @@ class Door:
             return
         host = str(address[0])
         try:
-            wire = Wire(sock, timeout_s=self._timeout_s)
+            wire = PeerSocket(sock, timeout_s=self._timeout_s)
         except Exception as error:  # reset before we looked
             sock.close()
             log.debug("a connection from %s ended at once: %s", host, error)
@@ -97,7 +97,7 @@ class Door:
             wire.close()
             self.turned_away(host, str(error))
 
-    def _run(self, wire: Wire, host: str) -> None:
+    def _run(self, wire: PeerSocket, host: str) -> None:
         try:
             if not self._closed:
                 self._greet(wire, host, lambda: self._leave(wire))
@@ -116,6 +116,6 @@ class Door:
             del self._waiting[oldest]
         oldest.shut()
 
-    def _leave(self, wire: Wire) -> None:
+    def _leave(self, wire: PeerSocket) -> None:
         with self._lock:
             self._waiting.pop(wire, None)

@@ -22,7 +22,7 @@ from keepstep.transport.interface import (
 )
 
 
-class Fetch(Future[Fetched]):
+class PendingFetch(Future[Fetched]):
     """Ends exactly once. Whoever ends it has let go of the buffer before."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Fetch(Future[Fetched]):
             self.fail(reason, lost=lost)
 
 
-class Digest:
+class BodyDigest:
     """xxh3_128 over a body while it arrives, each piece while it is in the cache."""
 
     def __init__(self, expect: bytes | None, said: bytes) -> None:

@@ -33,11 +33,11 @@ REQUEST_HEAD_BYTES = _REQUEST.size
 ANSWER_HEAD_BYTES = _ANSWER.size
 
 
-class FrameError(Exception):
+class PeerFrameError(Exception):
     """What came is not a frame: the connection ends."""
 
 
-class Sealer:
+class FrameSigner:
     """Control frames of one direction, as they leave."""
 
     def __init__(self, key: bytes) -> None:
@@ -50,7 +50,7 @@ class Sealer:
         return _CONTROL.pack(_CONTROL_MAGIC, kind, len(body), mac) + body
 
 
-class Opener:
+class FrameVerifier:
     """Control frames of one direction, as their bytes arrive."""
 
     def __init__(self, key: bytes) -> None:
@@ -65,12 +65,12 @@ class Opener:
         while len(self._buffer) - at >= _CONTROL.size:
             magic, kind, length, mac = _CONTROL.unpack_from(self._buffer, at)
             if magic != _CONTROL_MAGIC or length > MAX_MESSAGE_BYTES:
-                raise FrameError(f"bad frame head (magic {magic:#x}, {length} bytes)")
+                raise PeerFrameError(f"bad frame head (magic {magic:#x}, {length} bytes)")
             if len(self._buffer) - at < _CONTROL.size + length:
                 break
             body = bytes(memoryview(self._buffer)[at + _CONTROL.size : at + _CONTROL.size + length])
             if not hmac.compare_digest(mac, _mac(self._key, self._number, kind, body)):
-                raise FrameError("a frame that was changed on its way, or forged")
+                raise PeerFrameError("a frame that was changed on its way, or forged")
             self._number += 1
             at += _CONTROL.size + length
             found.append((kind, body))
@@ -98,7 +98,7 @@ class RequestHead:
     def unpack(cls, data: bytes) -> RequestHead:
         magic, exact, length, number, size_bytes = _REQUEST.unpack(data)
         if magic != _REQUEST_MAGIC or exact > 1 or length > MAX_REQUEST_BYTES or size_bytes > MAX_BODY_BYTES:
-            raise FrameError(f"bad request head (magic {magic:#x}, {length} bytes for {size_bytes})")
+            raise PeerFrameError(f"bad request head (magic {magic:#x}, {length} bytes for {size_bytes})")
         return cls(number, length, size_bytes, bool(exact))
 
     def fits(self, size_bytes: int) -> bool:
@@ -122,7 +122,9 @@ class AnswerHead:
     def unpack(cls, data: bytes, asked: RequestHead) -> AnswerHead:
         magic, status, number, length, checksum = _ANSWER.unpack(data)
         if magic != _ANSWER_MAGIC or number != asked.number or status not in (SERVED, REFUSED):
-            raise FrameError(f"bad answer head (magic {magic:#x}, number {number} for {asked.number}, status {status})")
+            raise PeerFrameError(
+                f"bad answer head (magic {magic:#x}, number {number} for {asked.number}, status {status})"
+            )
         if not asked.fits(length) if status == SERVED else length > MAX_REASON_BYTES:
-            raise FrameError(f"an answer of {length} bytes to a request for {asked.size_bytes}")
+            raise PeerFrameError(f"an answer of {length} bytes to a request for {asked.size_bytes}")
         return cls(number, status, length, checksum)

@@ -53,7 +53,7 @@ class AuthError(Exception):
     """The other side is not whom it should be, or does not want us. Says which, for our own log only."""
 
 
-class Identity(msgspec.Struct, frozen=True):
+class PeerIdentity(msgspec.Struct, frozen=True):
     """Who dials, and whom it means."""
 
     node_id: str
@@ -62,7 +62,7 @@ class Identity(msgspec.Struct, frozen=True):
     wanted_instance: str
 
 
-class Line(Protocol):
+class HandshakeSocket(Protocol):
     """What a handshake needs of a connection."""
 
     def read_exact(self, size_bytes: int, *, deadline: float | None = None) -> bytes: ...
@@ -71,7 +71,7 @@ class Line(Protocol):
 
 
 @dataclass(frozen=True)
-class Self:
+class KeeperSelf:
     """What stays the same over all handshakes of one keeper."""
 
     node_id: str
@@ -83,10 +83,10 @@ def run_key(secret: bytes, run_id: str) -> bytes:
     return hmac.digest(secret, b"keepstep peers" + run_id.encode(), "sha256")
 
 
-class Agreement:
+class Handshake:
     """A handshake under way, and, when it is through, the keys that came of it."""
 
-    def __init__(self, line: Line, me: Self, kind: int, *, binding: bytes, deadline: float) -> None:
+    def __init__(self, line: HandshakeSocket, me: KeeperSelf, kind: int, *, binding: bytes, deadline: float) -> None:
         self._line = line
         self._me = me
         self._deadline = deadline
@@ -125,7 +125,7 @@ class Agreement:
             raise AuthError("wrong proof: another secret, another run, or not whom we mean")
 
 
-class Dialing(Agreement):
+class DialingHandshake(Handshake):
     """The side that connected."""
 
     def shake(self, key: bytes, peer: Peer, session: bytes = NO_SESSION) -> None:
@@ -137,7 +137,7 @@ class Dialing(Agreement):
         nonce, proof = _CHALLENGE.unpack(challenge)
         self._said.update(hello + nonce)
         self._check(proof, _listener_label(peer.node_id, peer.instance))
-        me = Identity(self._me.node_id, self._me.instance, peer.node_id, peer.instance)
+        me = PeerIdentity(self._me.node_id, self._me.instance, peer.node_id, peer.instance)
         body = msgspec.msgpack.encode(me)
         self._said.update(body)
         proof = self._mac(b"dialer")
@@ -150,13 +150,19 @@ class Dialing(Agreement):
             raise AuthError("it has a link to us already" if ruling == NOT_NOW else "it does not know us as a peer yet")
 
 
-class Listening(Agreement):
+class ListeningHandshake(Handshake):
     """The side that was connected to. Says nothing but random bytes before the other has proved itself."""
 
     @classmethod
     def hear(
-        cls, line: Line, me: Self, *, key_of: Callable[[int, bytes], bytes | None], binding: bytes, deadline: float
-    ) -> Listening:
+        cls,
+        line: HandshakeSocket,
+        me: KeeperSelf,
+        *,
+        key_of: Callable[[int, bytes], bytes | None],
+        binding: bytes,
+        deadline: float,
+    ) -> ListeningHandshake:
         """Up to the identity. `key_of(kind, session)` is the key to use, None to end it here."""
         hello = line.read_exact(_HELLO.size, deadline=deadline)
         magic, version, kind, _, session = _HELLO.unpack(hello)
@@ -190,7 +196,7 @@ class Listening(Agreement):
         self._said.update(body)
         self._check(proof, b"dialer")
         try:
-            identity = msgspec.msgpack.decode(body, type=Identity)
+            identity = msgspec.msgpack.decode(body, type=PeerIdentity)
         except (msgspec.DecodeError, ValueError) as error:
             raise AuthError(f"bad identity: {error}") from error
         if (identity.wanted_node_id, identity.wanted_instance) != (self._me.node_id, self._me.instance):

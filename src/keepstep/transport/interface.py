@@ -115,7 +115,7 @@ Serve = Callable[[str, bytes], Body]
 """node id, request; raises Refusal to decline"""
 
 
-class Peers(Protocol):
+class Transport(Protocol):
     """Links to the other keepers of the run. Thread-safe; callbacks are given at construction."""
 
     def meet(self, peers: Sequence[Peer]) -> None:

@@ -23,11 +23,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from keepstep.transport.connection import WireError
-from keepstep.transport.frames import GOODBYE, HEARTBEAT, MESSAGE, FrameError
+from keepstep.transport.connection import PeerSocketError
+from keepstep.transport.frames import GOODBYE, HEARTBEAT, MESSAGE, PeerFrameError
 from keepstep.transport.handshake import NOT_NOW, STRANGER, WELCOME
 from keepstep.transport.interface import MAX_MESSAGE_BYTES, OnLink, OnMessage, Peer
-from keepstep.transport.session import Session
+from keepstep.transport.session import PeerSession
 from keepstep.transport.traffic import Traffic
 
 log = logging.getLogger("keepstep")
@@ -43,19 +43,19 @@ BEATS = 4
 
 
 @dataclass
-class _Known:
+class _KnownPeer:
     """A peer and how far we are with it."""
 
     peer: Peer
     dial_at: float
-    session: Session | None = None
+    session: PeerSession | None = None
     dialling: bool = False
     retry_s: float = FIRST_RETRY_S
     met: bool = False
     complaint: str = ""
 
 
-class Links:
+class PeerLinks:
     """The peers, their sessions, and the control thread (`run`)."""
 
     def __init__(
@@ -76,11 +76,11 @@ class Links:
         self._on_message = on_message
         self._on_link = on_link
         self._lock = threading.Lock()
-        self._known: dict[str, _Known] = {}
-        self._arrived: list[Session] = []
-        self._ended: list[tuple[Session, str]] = []
+        self._known: dict[str, _KnownPeer] = {}
+        self._arrived: list[PeerSession] = []
+        self._ended: list[tuple[PeerSession, str]] = []
         """to be ended by the control thread, and why: what ends with them may call back, so no lock is held then"""
-        self._live: dict[str, Session] = {}
+        self._live: dict[str, PeerSession] = {}
         """sessions that were reported up, by node id; the control thread's own"""
         self._may_dial = False
         self._closing = False
@@ -104,7 +104,7 @@ class Links:
                     del self._known[node_id]
             for node_id, peer in wanted.items():
                 if node_id not in self._known:
-                    self._known[node_id] = _Known(peer, self._next_dial(node_id, 0.0))
+                    self._known[node_id] = _KnownPeer(peer, self._next_dial(node_id, 0.0))
         self.wake()
 
     def start_dialling(self) -> None:
@@ -118,21 +118,21 @@ class Links:
                 self._part(known, why)
         self.wake()
 
-    def session(self, node_id: str) -> Session | None:
+    def session(self, node_id: str) -> PeerSession | None:
         with self._lock:
             known = self._known.get(node_id)
             return known.session if known is not None else None
 
-    def session_by(self, ident: bytes) -> Session | None:
+    def session_by(self, ident: bytes) -> PeerSession | None:
         with self._lock:
             return next((k.session for k in self._known.values() if k.session and k.session.ident == ident), None)
 
-    def peer_of(self, session: Session) -> Peer:
+    def peer_of(self, session: PeerSession) -> Peer:
         """The peer as `meet` named it, with its address; the one of the handshake has none."""
         with self._lock:
             known = self._known.get(session.peer.node_id)
             if known is None or known.session is not session:
-                raise WireError("the link is down")
+                raise PeerSocketError("the link is down")
             return known.peer
 
     def send(self, node_id: str, message: bytes) -> bool:
@@ -156,7 +156,7 @@ class Links:
                 return WELCOME if self._has_room(peer) else STRANGER
             return NOT_NOW if known.session is not None and self._decides(peer.node_id) else WELCOME
 
-    def adopt(self, session: Session) -> bool:
+    def adopt(self, session: PeerSession) -> bool:
         """Make it the link to its peer, unless we decide and have one. Nothing is sent on it before `ready`."""
         node_id = session.peer.node_id
         with self._lock:
@@ -181,16 +181,16 @@ class Links:
         guests = sum(not known.peer.address for node_id, known in self._known.items() if node_id != peer.node_id)
         return peer.node_id != self._node_id and guests < self._max_guests
 
-    def _take_in(self, peer: Peer) -> _Known:
+    def _take_in(self, peer: Peer) -> _KnownPeer:
         """It has proved that it is of this run, and nobody has told us of it: it took another keeper's place, or it
         looks for what we hold of an incarnation before. It may ask; we know no address to dial."""
         before = self._known.get(peer.node_id)
         if before is not None:
             self._part(before, "another instance took its place")
-        self._known[peer.node_id] = known = _Known(Peer(peer.node_id, peer.instance), math.inf)
+        self._known[peer.node_id] = known = _KnownPeer(Peer(peer.node_id, peer.instance), math.inf)
         return known
 
-    def ready(self, session: Session) -> bool:
+    def ready(self, session: PeerSession) -> bool:
         """The handshake is through: the connection is the control thread's now. False: it has ended, close it."""
         with self._lock:
             if session.why:
@@ -200,7 +200,7 @@ class Links:
         self.wake()
         return True
 
-    def lose(self, session: Session, why: str) -> None:
+    def lose(self, session: PeerSession, why: str) -> None:
         with self._lock:
             known = self._known.get(session.peer.node_id)
             if known is not None and known.session is session:
@@ -248,7 +248,7 @@ class Links:
         give_way_s = 0.0 if self._decides(node_id) else GIVE_WAY_S
         return time.monotonic() + wait_s * random.uniform(0.5, 1.5) + give_way_s
 
-    def _part(self, known: _Known, why: str) -> None:
+    def _part(self, known: _KnownPeer, why: str) -> None:
         session, known.session = known.session, None
         if session is not None:
             self._ended.append((session, why))
@@ -287,10 +287,10 @@ class Links:
         soonest = min(waiting, default=float("inf")) - time.monotonic() if self._may_dial else longest_s
         return max(0.001, min(longest_s, soonest))
 
-    def _hear(self, session: Session) -> None:
+    def _hear(self, session: PeerSession) -> None:
         try:
             frames = session.read()
-        except (OSError, FrameError) as error:
+        except (OSError, PeerFrameError) as error:
             self.lose(session, str(error))
             return
         for kind, body in frames:
@@ -302,7 +302,7 @@ class Links:
             elif kind == GOODBYE:
                 self.lose(session, "the peer closed its end")
 
-    def _guard(self, session: Session, work: Callable[[Session], None]) -> None:
+    def _guard(self, session: PeerSession, work: Callable[[PeerSession], None]) -> None:
         """A fault of ours costs one link, not the thread that all of them live on."""
         try:
             work(session)
@@ -310,7 +310,7 @@ class Links:
             log.exception("the link to %s failed", session.peer.node_id)
             self.lose(session, f"a fault here: {type(error).__name__}")
 
-    def _tend(self, session: Session) -> None:
+    def _tend(self, session: PeerSession) -> None:
         """Say that we are here, and see whether the peer still is."""
         if session.why:
             return
@@ -324,7 +324,7 @@ class Links:
         if session.streams is not None:
             session.streams.expire(now)
 
-    def _flush(self, session: Session) -> None:
+    def _flush(self, session: PeerSession) -> None:
         """Send what waits; be woken when there is room for the rest."""
         if session.why:
             return
@@ -359,14 +359,14 @@ class Links:
             self._tell(session, True, "connected" if session.dialled else "accepted")
             self._guard(session, self._hear)  # TLS may have read ahead
 
-    def _close(self, session: Session) -> None:
+    def _close(self, session: PeerSession) -> None:
         with self._lock:
             ours = session.handed_over
         if ours:
             session.wire.close()
         # Otherwise the thread that shakes hands on it finds out by `ready`.
 
-    def _tell(self, session: Session, up: bool, reason: str) -> None:
+    def _tell(self, session: PeerSession, up: bool, reason: str) -> None:
         log.info("link to %s is %s: %s", session.peer.node_id, "up" if up else "down", reason)
         self._call(lambda: self._on_link(session.peer.node_id, up, reason))
 

@@ -6,15 +6,15 @@ import logging
 import math
 from collections.abc import Callable
 
-from keepstep.transport.connection import Wire, WireError
-from keepstep.transport.frames import REFUSED, REQUEST_HEAD_BYTES, SERVED, AnswerHead, FrameError, RequestHead
+from keepstep.transport.connection import PeerSocket, PeerSocketError
+from keepstep.transport.frames import REFUSED, REQUEST_HEAD_BYTES, SERVED, AnswerHead, PeerFrameError, RequestHead
 from keepstep.transport.interface import CHECKSUM_BYTES, MAX_REASON_BYTES, Body, Refusal, Serve
 from keepstep.transport.traffic import Traffic
 
 log = logging.getLogger("keepstep")
 
 
-class Serving:
+class RequestServer:
     """Answers what one peer asks, for as long as its session lasts."""
 
     def __init__(self, node_id: str, serve: Serve, traffic: Traffic, stopped: Callable[[], bool]) -> None:
@@ -23,7 +23,7 @@ class Serving:
         self._traffic = traffic
         self._stopped = stopped
 
-    def run(self, wire: Wire) -> None:
+    def run(self, wire: PeerSocket) -> None:
         """Returns when the connection is of no more use. Does not close it."""
         try:
             while not self._stopped():
@@ -32,12 +32,12 @@ class Serving:
                 wire.limit(self._traffic.config.timeout_s)
                 request = wire.read_exact(head.length)
                 self._answer(wire, head, request)
-        except FrameError as error:
+        except PeerFrameError as error:
             log.warning("a stream of %s is closed: %s", self._node_id, error)
-        except WireError as error:
+        except PeerSocketError as error:
             log.debug("a stream of %s has ended: %s", self._node_id, error.reason)
 
-    def _answer(self, wire: Wire, head: RequestHead, request: bytes) -> None:
+    def _answer(self, wire: PeerSocket, head: RequestHead, request: bytes) -> None:
         body, reason = self._ask(request)
         if body is None:
             self._refuse(wire, head, reason)
@@ -63,19 +63,19 @@ class Serving:
             return None, f"the server failed: {type(error).__name__}"
         return body, ""
 
-    def _refuse(self, wire: Wire, head: RequestHead, reason: str) -> None:
+    def _refuse(self, wire: PeerSocket, head: RequestHead, reason: str) -> None:
         self._traffic.counters.add("refused")
         said = reason.encode()[:MAX_REASON_BYTES]
         wire.write(AnswerHead(head.number, REFUSED, len(said), bytes(CHECKSUM_BYTES)).pack() + said)
 
-    def _send(self, wire: Wire, body: Body) -> None:
+    def _send(self, wire: PeerSocket, body: Body) -> None:
         cap, meter = self._traffic.cap_out, self._traffic.meter_out
         data = memoryview(body.data).cast("B") if body.data is not None and body.size_bytes else memoryview(b"")
         done = 0
         while done < body.size_bytes:
             want = min(cap.slice_bytes, body.size_bytes - done)
             if not cap.take(want, self._stopped):
-                raise WireError("stopped")
+                raise PeerSocketError("stopped")
             if body.data is not None:
                 count = wire.write_some(data[done : done + want])
             else:

@@ -8,11 +8,11 @@ import time
 from collections import deque
 
 from keepstep import faults
-from keepstep.transport.connection import Wire
-from keepstep.transport.frames import HEARTBEAT, MESSAGE, Opener, Sealer
-from keepstep.transport.handshake import Agreement
+from keepstep.transport.connection import PeerSocket
+from keepstep.transport.frames import HEARTBEAT, MESSAGE, FrameSigner, FrameVerifier
+from keepstep.transport.handshake import Handshake
 from keepstep.transport.interface import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, MAX_STREAMS, Peer
-from keepstep.transport.streams import Streams
+from keepstep.transport.streams import FetchStreams
 
 READ_BYTES = 256 << 10
 READS_A_TURN = 16
@@ -20,26 +20,26 @@ READS_A_TURN = 16
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
-class Session:
+class PeerSession:
     """Read and flushed by the control thread alone; `send` may be called by anybody."""
 
-    def __init__(self, wire: Wire, agreement: Agreement, *, dialled: bool) -> None:
+    def __init__(self, wire: PeerSocket, agreement: Handshake, *, dialled: bool) -> None:
         self.peer: Peer = agreement.peer
         self.dialled = dialled
         self.ident, self.key, from_dialer, from_listener = agreement.keys()
         self.wire = wire
-        self.streams: Streams | None = None
+        self.streams: FetchStreams | None = None
         self.why = ""
         """why it has ended; empty while it has not"""
         self.handed_over = False
         """the handshake is through and the control thread has the connection; under the lock of `Links`"""
         self.heard_at = self.spoke_at = time.monotonic()
-        self._sealer = Sealer(from_dialer if dialled else from_listener)
-        self._opener = Opener(from_listener if dialled else from_dialer)
+        self._sealer = FrameSigner(from_dialer if dialled else from_listener)
+        self._opener = FrameVerifier(from_listener if dialled else from_dialer)
         self._lock = threading.Lock()
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
-        self._guests: set[Wire] = set()
+        self._guests: set[PeerSocket] = set()
 
     @property
     def wants_to_send(self) -> bool:
@@ -100,7 +100,7 @@ class Session:
             frames += self._opener.feed(data)
         return frames
 
-    def admit(self, wire: Wire) -> bool:
+    def admit(self, wire: PeerSocket) -> bool:
         """A data connection of this peer. False: the session has ended, or there are too many."""
         with self._lock:
             if self.why or len(self._guests) >= MAX_STREAMS:
@@ -108,7 +108,7 @@ class Session:
             self._guests.add(wire)
             return True
 
-    def leave(self, wire: Wire) -> None:
+    def leave(self, wire: PeerSocket) -> None:
         with self._lock:
             self._guests.discard(wire)
 

@@ -12,36 +12,36 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from keepstep.transport.connection import Wire, WireError
-from keepstep.transport.fetch import Digest, Fetch
-from keepstep.transport.frames import ANSWER_HEAD_BYTES, REFUSED, AnswerHead, FrameError, RequestHead
+from keepstep.transport.connection import PeerSocket, PeerSocketError
+from keepstep.transport.fetch import BodyDigest, PendingFetch
+from keepstep.transport.frames import ANSWER_HEAD_BYTES, REFUSED, AnswerHead, PeerFrameError, RequestHead
 from keepstep.transport.handshake import AuthError
 from keepstep.transport.interface import MAX_QUEUED_FETCHES
-from keepstep.transport.threads import Crew
+from keepstep.transport.threads import ThreadGroup
 from keepstep.transport.traffic import Traffic
 
 log = logging.getLogger("keepstep")
-Dial = Callable[[float, Callable[[Wire], None]], Wire]
+Dial = Callable[[float, Callable[[PeerSocket], None]], PeerSocket]
 """deadline, and whom to show the connection to before its handshake; raises WireError or AuthError"""
 
 
-class Streams:
+class FetchStreams:
     """All fetches from one peer in one session."""
 
-    def __init__(self, node_id: str, dial: Dial, traffic: Traffic, crew: Crew) -> None:
+    def __init__(self, node_id: str, dial: Dial, traffic: Traffic, crew: ThreadGroup) -> None:
         self._node_id = node_id
         self._dial = dial
         self._traffic = traffic
         self._crew = crew
         self._changed = threading.Condition()
-        self._waiting: deque[Fetch] = deque()
-        self._wires: set[Wire] = set()
+        self._waiting: deque[PendingFetch] = deque()
+        self._wires: set[PeerSocket] = set()
         self._num_threads = 0
         self._num_idle = 0
         self._numbers = itertools.count(1)
         self._ended = ""
 
-    def submit(self, fetch: Fetch) -> None:
+    def submit(self, fetch: PendingFetch) -> None:
         refused = ""
         with self._changed:
             if self._ended:
@@ -66,10 +66,10 @@ class Streams:
 
     def expire(self, now: float) -> None:
         """End what has waited past its deadline; called every now and then."""
-        late: list[Fetch] = []
+        late: list[PendingFetch] = []
         with self._changed:
             if any(fetch.deadline <= now or fetch.done() for fetch in self._waiting):
-                on_time: deque[Fetch] = deque()
+                on_time: deque[PendingFetch] = deque()
                 for fetch in self._waiting:
                     (late if fetch.deadline <= now or fetch.done() else on_time).append(fetch)
                 self._waiting = on_time
@@ -88,7 +88,7 @@ class Streams:
             fetch.fail_waiting(reason, lost=True)
 
     def _work(self) -> None:
-        wire: Wire | None = None
+        wire: PeerSocket | None = None
         while (fetch := self._next()) is not None:
             if fetch.begin():
                 wire = self._fetch(fetch, wire)
@@ -96,14 +96,14 @@ class Streams:
         if wire is not None:
             self._drop(wire)
 
-    def _next(self) -> Fetch | None:
+    def _next(self) -> PendingFetch | None:
         with self._changed:
             self._num_idle += 1
             self._changed.wait_for(lambda: self._waiting or self._ended)
             self._num_idle -= 1
             return None if self._ended else self._waiting.popleft()
 
-    def _fetch(self, fetch: Fetch, wire: Wire | None) -> Wire | None:
+    def _fetch(self, fetch: PendingFetch, wire: PeerSocket | None) -> PeerSocket | None:
         """End `fetch`, one way or another. The connection, if it can be used again."""
         asked = RequestHead(next(self._numbers), len(fetch.request), fetch.size_bytes, fetch.exact)
         for stale in (wire is not None, False):
@@ -112,16 +112,16 @@ class Streams:
                 if wire is None:
                     wire = self._dial(fetch.deadline, self._hold)
                 if not fetch.interruptible(wire.shut):
-                    raise WireError("cancelled")
+                    raise PeerSocketError("cancelled")
                 head = self._ask(wire, fetch, asked)
                 answered = True
                 self._receive(wire, fetch, head)
                 return wire
-            except WireError as error:
+            except PeerSocketError as error:
                 reason = error.reason if not fetch.remaining_s <= 0 else "no answer by the deadline"
             except AuthError as error:
                 reason = str(error)
-            except FrameError as error:
+            except PeerFrameError as error:
                 reason, lost = str(error), False
             if wire is not None:
                 self._drop(wire)
@@ -133,12 +133,12 @@ class Streams:
         fetch.fail(self._ended or reason, lost=lost or bool(self._ended))
         return None
 
-    def _ask(self, wire: Wire, fetch: Fetch, asked: RequestHead) -> AnswerHead:
+    def _ask(self, wire: PeerSocket, fetch: PendingFetch, asked: RequestHead) -> AnswerHead:
         wire.write(asked.pack() + fetch.request, deadline=fetch.deadline)
         # Until the answer begins only the fetch's own deadline counts: the server may have to think.
         return AnswerHead.unpack(wire.read_exact(ANSWER_HEAD_BYTES, deadline=fetch.deadline), asked)
 
-    def _receive(self, wire: Wire, fetch: Fetch, head: AnswerHead) -> None:
+    def _receive(self, wire: PeerSocket, fetch: PendingFetch, head: AnswerHead) -> None:
         counters = self._traffic.counters
         if head.status == REFUSED:
             reason = wire.read_exact(head.length, deadline=fetch.deadline).decode(errors="replace")
@@ -153,17 +153,17 @@ class Streams:
             counters.add("fetched")
             fetch.succeed(head.length, checksum, loose)
 
-    def _body(self, wire: Wire, fetch: Fetch, head: AnswerHead) -> tuple[bytes, str, bytearray | None]:
+    def _body(self, wire: PeerSocket, fetch: PendingFetch, head: AnswerHead) -> tuple[bytes, str, bytearray | None]:
         target, loose = fetch.target(head.length)
-        digest = Digest(fetch.expect, head.checksum)
+        digest = BodyDigest(fetch.expect, head.checksum)
         cap, meter, timeout_s = self._traffic.cap_in, self._traffic.meter_in, self._traffic.config.timeout_s
         done = 0
         while done < head.length:
             want = min(cap.slice_bytes, head.length - done)
             if not cap.take(want, lambda: fetch.abandoned or bool(self._ended) or fetch.remaining_s <= 0):
-                raise WireError("stopped")
+                raise PeerSocketError("stopped")
             if (remaining_s := fetch.remaining_s) <= 0:
-                raise WireError("no answer by the deadline", timed_out=True)
+                raise PeerSocketError("no answer by the deadline", timed_out=True)
             wire.limit(min(timeout_s, remaining_s))
             count = wire.read_some(target[done : done + want])
             cap.give_back(want - count)
@@ -172,13 +172,13 @@ class Streams:
             done += count
         return *digest.verdict(), loose
 
-    def _hold(self, wire: Wire) -> None:
+    def _hold(self, wire: PeerSocket) -> None:
         with self._changed:
             self._wires.add(wire)
             if self._ended:
                 wire.shut()
 
-    def _drop(self, wire: Wire) -> None:
+    def _drop(self, wire: PeerSocket) -> None:
         with self._changed:
             self._wires.discard(wire)
         wire.close()

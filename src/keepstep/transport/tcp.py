@@ -21,9 +21,9 @@ from typing import Protocol
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
 from keepstep.transport.address import listen_on, resolve_address, socket_towards
-from keepstep.transport.connection import Wire, WireError
-from keepstep.transport.door import Door
-from keepstep.transport.fetch import Fetch
+from keepstep.transport.connection import PeerSocket, PeerSocketError
+from keepstep.transport.door import Listener
+from keepstep.transport.fetch import PendingFetch
 from keepstep.transport.handshake import (
     CONTROL,
     DATA,
@@ -32,24 +32,24 @@ from keepstep.transport.handshake import (
     STRANGER,
     WELCOME,
     AuthError,
-    Dialing,
-    Listening,
-    Self,
+    DialingHandshake,
+    KeeperSelf,
+    ListeningHandshake,
     run_key,
 )
 from keepstep.transport.interface import Fetched, OnLink, OnMessage, Peer, Serve
-from keepstep.transport.links import Links
-from keepstep.transport.serve import Serving
-from keepstep.transport.session import Session
-from keepstep.transport.streams import Streams
-from keepstep.transport.threads import Crew
+from keepstep.transport.links import PeerLinks
+from keepstep.transport.serve import RequestServer
+from keepstep.transport.session import PeerSession
+from keepstep.transport.streams import FetchStreams
+from keepstep.transport.threads import ThreadGroup
 from keepstep.transport.tls import Tls, channel_binding
 from keepstep.transport.traffic import Traffic
 
 log = logging.getLogger("keepstep")
 
 
-class Me(Protocol):
+class KeeperName(Protocol):
     """Who this keeper is: a Peer, a NodeCard, anything with these two."""
 
     @property
@@ -59,12 +59,12 @@ class Me(Protocol):
     def instance(self) -> str: ...
 
 
-class TcpPeers:
+class TcpTransport:
     """`Peers` over TCP. Listens from construction on; authenticates nobody before it has a secret."""
 
     def __init__(
         self,
-        me: Me,
+        me: KeeperName,
         run_id: str,
         secret: bytes,
         config: PeersConfig,
@@ -80,20 +80,20 @@ class TcpPeers:
         `max_guests`: how many authenticated peers may come that `meet` has not named, or another instance of one
         that it has: a keeper that took another one's place, or one that looks for what we hold.
         """
-        self._self = Self(me.node_id, me.instance, run_id)
+        self._self = KeeperSelf(me.node_id, me.instance, run_id)
         self._key: bytes | None = None
         self._traffic = Traffic(config)
         self._serve = serve
-        self._crew = Crew()
+        self._crew = ThreadGroup()
         self._closed = False
         self._lock = threading.Lock()
-        self._making: set[Wire] = set()
+        self._making: set[PeerSocket] = set()
         """control connections that are being made, so that `close` need not wait for them"""
         self._tls = Tls.of(config)
         listener = listen_on(resolve_address(config.address, towards=towards), config.port)
         self._address, self._port = listener.getsockname()[:2]
-        self._door = Door(listener, self._greet, self._crew, timeout_s=config.timeout_s)
-        self._links = Links(
+        self._door = Listener(listener, self._greet, self._crew, timeout_s=config.timeout_s)
+        self._links = PeerLinks(
             me.node_id, self._traffic, dial=self._start_dial, on_message=on_message, on_link=on_link,
             max_guests=max_guests,
         )  # fmt: skip
@@ -144,7 +144,7 @@ class TcpPeers:
         expect: bytes | None,
         timeout_s: float,
     ) -> Future[Fetched]:
-        fetch = Fetch(node_id, request, into, size_bytes=size_bytes, expect=expect, timeout_s=timeout_s)
+        fetch = PendingFetch(node_id, request, into, size_bytes=size_bytes, expect=expect, timeout_s=timeout_s)
         session = self._links.session(node_id)
         if session is None or session.streams is None:
             fetch.fail_waiting("closed" if self._closed else "the link is down", lost=True)
@@ -181,31 +181,31 @@ class TcpPeers:
             self._links.dialled(peer, str(error))
 
     def _dial_control(self, peer: Peer) -> None:
-        made: list[Wire] = []
+        made: list[PeerSocket] = []
         complaint = "failed"
         try:
             complaint = self._try_control(peer, made)
-        except (WireError, AuthError) as error:
+        except (PeerSocketError, AuthError) as error:
             complaint = str(error)
         finally:
             with self._lock:
                 self._making.difference_update(made)
             self._links.dialled(peer, complaint)
 
-    def _being_made(self, made: list[Wire], wire: Wire) -> None:
+    def _being_made(self, made: list[PeerSocket], wire: PeerSocket) -> None:
         made.append(wire)
         with self._lock:
             self._making.add(wire)
             if self._closed:
                 wire.shut()
 
-    def _try_control(self, peer: Peer, made: list[Wire]) -> str:
+    def _try_control(self, peer: Peer, made: list[PeerSocket]) -> str:
         assert self._key is not None  # nobody dials before `admit`
         deadline = time.monotonic() + HANDSHAKE_S
         wire = self._connect(peer, deadline, partial(self._being_made, made))
         kept = handed_over = False
         try:
-            dialing = Dialing(wire, self._self, CONTROL, binding=channel_binding(wire), deadline=deadline)
+            dialing = DialingHandshake(wire, self._self, CONTROL, binding=channel_binding(wire), deadline=deadline)
             dialing.shake(self._key, peer)
             decides = self._self.node_id < peer.node_id
             if not decides:
@@ -215,7 +215,7 @@ class TcpPeers:
             if decides:
                 dialing.confirm(kept)
             handed_over = kept and self._links.ready(session)
-        except (WireError, AuthError) as error:
+        except (PeerSocketError, AuthError) as error:
             if kept:
                 self._links.lose(session, str(error))
             raise
@@ -224,13 +224,13 @@ class TcpPeers:
                 wire.close()
         return ""
 
-    def _connect(self, peer: Peer, deadline: float, show: Callable[[Wire], None]) -> Wire:
+    def _connect(self, peer: Peer, deadline: float, show: Callable[[PeerSocket], None]) -> PeerSocket:
         """Shown before anything is waited for, so that it can be stopped. Closed here if it fails."""
         try:
             sock = socket_towards(peer.address, source=self._address)
         except OSError as error:
-            raise WireError(f"cannot connect from {self._address}: {error.strerror}") from None
-        wire = Wire(sock, timeout_s=self._traffic.config.timeout_s)
+            raise PeerSocketError(f"cannot connect from {self._address}: {error.strerror}") from None
+        wire = PeerSocket(sock, timeout_s=self._traffic.config.timeout_s)
         show(wire)
         try:
             wire.connect((peer.address, peer.port), timeout_s=deadline - time.monotonic())
@@ -241,21 +241,23 @@ class TcpPeers:
             raise
         return wire
 
-    def _session(self, wire: Wire, agreement: Dialing | Listening, *, dialled: bool) -> Session:
-        session = Session(wire, agreement, dialled=dialled)
+    def _session(
+        self, wire: PeerSocket, agreement: DialingHandshake | ListeningHandshake, *, dialled: bool
+    ) -> PeerSession:
+        session = PeerSession(wire, agreement, dialled=dialled)
 
-        def dial(deadline: float, show: Callable[[Wire], None]) -> Wire:
+        def dial(deadline: float, show: Callable[[PeerSocket], None]) -> PeerSocket:
             return self._dial_data(session, deadline, show)
 
-        session.streams = Streams(session.peer.node_id, dial, self._traffic, self._crew)
+        session.streams = FetchStreams(session.peer.node_id, dial, self._traffic, self._crew)
         return session
 
-    def _dial_data(self, session: Session, deadline: float, show: Callable[[Wire], None]) -> Wire:
+    def _dial_data(self, session: PeerSession, deadline: float, show: Callable[[PeerSocket], None]) -> PeerSocket:
         peer = self._links.peer_of(session)
         deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
         wire = self._connect(peer, deadline, show)
         try:
-            dialing = Dialing(wire, self._self, DATA, binding=channel_binding(wire), deadline=deadline)
+            dialing = DialingHandshake(wire, self._self, DATA, binding=channel_binding(wire), deadline=deadline)
             dialing.shake(session.key, peer, session.ident)
         except BaseException:
             wire.close()
@@ -264,11 +266,11 @@ class TcpPeers:
 
     # --- connections made to us -----------------------------------------------------------------------------------
 
-    def _greet(self, wire: Wire, host: str, proved: Callable[[], None]) -> None:
+    def _greet(self, wire: PeerSocket, host: str, proved: Callable[[], None]) -> None:
         keep = False
         try:
             keep = self._welcome(wire, proved)
-        except (WireError, AuthError) as error:
+        except (PeerSocketError, AuthError) as error:
             if not self._closed:
                 self._traffic.counters.add("strangers")
                 self._door.turned_away(host, str(error))
@@ -276,12 +278,14 @@ class TcpPeers:
             if not keep:
                 wire.close()
 
-    def _welcome(self, wire: Wire, proved: Callable[[], None]) -> bool:
+    def _welcome(self, wire: PeerSocket, proved: Callable[[], None]) -> bool:
         """True when the connection has become a link: the control thread closes it then."""
         deadline = time.monotonic() + HANDSHAKE_S
         if self._tls is not None:
             self._tls.secure(wire, server=True, timeout_s=HANDSHAKE_S)
-        heard = Listening.hear(wire, self._self, key_of=self._key_of, binding=channel_binding(wire), deadline=deadline)
+        heard = ListeningHandshake.hear(
+            wire, self._self, key_of=self._key_of, binding=channel_binding(wire), deadline=deadline
+        )
         if heard.kind == DATA:
             self._welcome_stream(wire, heard, proved)
             return False
@@ -292,7 +296,7 @@ class TcpPeers:
         session = self._session(wire, heard, dialled=False)
         return self._links.adopt(session) and self._links.ready(session)
 
-    def _welcome_stream(self, wire: Wire, heard: Listening, proved: Callable[[], None]) -> None:
+    def _welcome_stream(self, wire: PeerSocket, heard: ListeningHandshake, proved: Callable[[], None]) -> None:
         session = self._links.session_by(heard.session)
         if session is None or not session.is_of(heard.peer) or not session.admit(wire):
             heard.rule(STRANGER)
@@ -301,7 +305,7 @@ class TcpPeers:
             heard.rule(WELCOME)
             proved()
             threading.current_thread().name = f"keepstep-peer-serve-{heard.peer.node_id}"
-            Serving(heard.peer.node_id, self._serve, self._traffic, lambda: bool(session.why)).run(wire)
+            RequestServer(heard.peer.node_id, self._serve, self._traffic, lambda: bool(session.why)).run(wire)
         finally:
             session.leave(wire)
 

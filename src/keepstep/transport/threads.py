@@ -12,7 +12,7 @@ JOIN_S = 10.0
 """how long `close` waits for callbacks that do not return; past that it says whose they are"""
 
 
-class Crew:
+class ThreadGroup:
     """Starts daemon threads and can wait for all of them."""
 
     def __init__(self) -> None:

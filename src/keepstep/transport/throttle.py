@@ -16,7 +16,7 @@ LONGEST_NAP_S = 0.05
 METER_S = 1.0
 
 
-class Bucket:
+class TokenBucket:
     """A token bucket. Turns are reserved in the order of asking, so no stream starves another."""
 
     def __init__(self, rate_bytes_s: int) -> None:
@@ -48,7 +48,7 @@ class Bucket:
                 self._free_at -= size_bytes / self.rate_bytes_s
 
 
-class Meter:
+class RateMeter:
     """Total and recent rate of one direction."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Meter:
             return self._rate
 
 
-class Counters:
+class TransferCounters:
     """Named totals that several threads add to."""
 
     def __init__(self, *names: str) -> None:

@@ -14,7 +14,7 @@ import ssl
 
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
-from keepstep.transport.connection import Wire, WireError
+from keepstep.transport.connection import PeerSocket, PeerSocketError
 
 
 class Tls:
@@ -33,17 +33,17 @@ class Tls:
             raise ConfigError("peers.tls_cert, tls_key and tls_ca go together", hint="set all three, or none")
         return cls(config) if all(files) else None
 
-    def secure(self, wire: Wire, *, server: bool, timeout_s: float) -> None:
+    def secure(self, wire: PeerSocket, *, server: bool, timeout_s: float) -> None:
         wire.secure(self._listen if server else self._dial, server=server, timeout_s=timeout_s)
 
 
-def channel_binding(wire: Wire) -> bytes:
+def channel_binding(wire: PeerSocket) -> bytes:
     """What nobody else's connection has; empty without TLS."""
     if wire.tls is None:
         return b""
     binding = wire.tls.get_channel_binding("tls-unique")
     if not binding or wire.tls.version() != "TLSv1.3" or wire.tls.session_reused:
-        raise WireError("this TLS connection cannot be bound to")
+        raise PeerSocketError("this TLS connection cannot be bound to")
     return binding
 
 

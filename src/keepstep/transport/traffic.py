@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.config import PeersConfig
-from keepstep.transport.throttle import COUNTERS, Bucket, Counters, Meter
+from keepstep.transport.throttle import COUNTERS, RateMeter, TokenBucket, TransferCounters
 
 
 class Traffic:
@@ -11,9 +11,9 @@ class Traffic:
 
     def __init__(self, config: PeersConfig) -> None:
         self.config = config
-        self.counters = Counters(*COUNTERS)
-        self.cap_in, self.cap_out = Bucket(config.rate_bytes_s), Bucket(config.rate_bytes_s)
-        self.meter_in, self.meter_out = Meter(), Meter()
+        self.counters = TransferCounters(*COUNTERS)
+        self.cap_in, self.cap_out = TokenBucket(config.rate_bytes_s), TokenBucket(config.rate_bytes_s)
+        self.meter_in, self.meter_out = RateMeter(), RateMeter()
 
     def all(self) -> dict[str, float]:
         return self.counters.all() | {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.arena.memory_limits import RESERVE_BYTES, Room, check, gib, measure
+from keepstep.arena.memory_limits import RESERVE_BYTES, MemoryLimits, check, gib, measure
 from keepstep.errors import KeeperError
 
 GIB = 1 << 30
@@ -40,30 +40,30 @@ def v1(root: Path, path: str, limit: int, used: int, *, inactive_file: int = 0) 
 
 
 def test_machine_without_cgroups_offers_what_is_available(tmp_path: Path) -> None:
-    assert measure(machine(tmp_path)) == Room(64 * GIB, None, 0)
+    assert measure(machine(tmp_path)) == MemoryLimits(64 * GIB, None, 0)
     assert measure(tmp_path).free_bytes == 64 * GIB
 
 
 def test_cgroup_without_a_limit_is_no_limit(tmp_path: Path) -> None:
     v2(machine(tmp_path, cgroup="0::/user.slice\n"), "user.slice", "max", 5 * GIB)
-    assert measure(tmp_path) == Room(64 * GIB, None, 0)
+    assert measure(tmp_path) == MemoryLimits(64 * GIB, None, 0)
 
 
 def test_limit_of_cgroup_v2_is_found(tmp_path: Path) -> None:
     v2(machine(tmp_path, cgroup="0::/pod/container\n"), "pod/container", 16 * GIB, 3 * GIB)
-    assert measure(tmp_path) == Room(64 * GIB, 16 * GIB, 3 * GIB)
+    assert measure(tmp_path) == MemoryLimits(64 * GIB, 16 * GIB, 3 * GIB)
     assert measure(tmp_path).free_bytes == 13 * GIB
 
 
 def test_limit_of_cgroup_v1_is_found_among_the_other_controllers(tmp_path: Path) -> None:
     lines = "12:cpu,cpuacct:/a\n7:hugetlb:/\n5:memory:/job/step\n1:name=systemd:/a:b\n0::/ignored\n"
     v1(machine(tmp_path, cgroup=lines), "job/step", 8 * GIB, 2 * GIB)
-    assert measure(tmp_path) == Room(64 * GIB, 8 * GIB, 2 * GIB)
+    assert measure(tmp_path) == MemoryLimits(64 * GIB, 8 * GIB, 2 * GIB)
 
 
 def test_cgroup_v1_without_a_limit_is_no_limit(tmp_path: Path) -> None:
     v1(machine(tmp_path, cgroup="5:memory:/job\n"), "job", V1_UNLIMITED, GIB)
-    assert measure(tmp_path) == Room(64 * GIB, None, 0)
+    assert measure(tmp_path) == MemoryLimits(64 * GIB, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_nested_limits_count_by_what_each_leaves(
     machine(tmp_path, cgroup="3:memory:/outer/middle/inner\n" if kind == "v1" else "0::/outer/middle/inner\n")
     write(tmp_path, "outer/middle/inner", *inner)
     write(tmp_path, "outer", *outer)
-    assert measure(tmp_path) == Room(64 * GIB, *tightest)
+    assert measure(tmp_path) == MemoryLimits(64 * GIB, *tightest)
 
 
 @pytest.mark.parametrize("kind", ["v1", "v2"])
@@ -92,12 +92,12 @@ def test_limit_at_the_mount_itself_counts_where_the_path_is_the_hosts(tmp_path: 
     write = v1 if kind == "v1" else v2
     machine(tmp_path, cgroup="3:memory:/docker/0123abcd\n" if kind == "v1" else "0::/docker/0123abcd\n")
     write(tmp_path, "", 4 * GIB, GIB)
-    assert measure(tmp_path) == Room(64 * GIB, 4 * GIB, GIB)
+    assert measure(tmp_path) == MemoryLimits(64 * GIB, 4 * GIB, GIB)
 
 
 def test_path_above_the_namespace_is_survived(tmp_path: Path) -> None:
     v2(machine(tmp_path, cgroup="0::/../../elsewhere\n"), "", 4 * GIB, GIB)
-    assert measure(tmp_path) == Room(64 * GIB, 4 * GIB, GIB)
+    assert measure(tmp_path) == MemoryLimits(64 * GIB, 4 * GIB, GIB)
 
 
 @pytest.mark.parametrize("kind", ["v1", "v2"])
@@ -105,7 +105,7 @@ def test_file_cache_that_the_kernel_would_drop_is_not_in_the_way(tmp_path: Path,
     write = v1 if kind == "v1" else v2
     machine(tmp_path, cgroup="3:memory:/job\n" if kind == "v1" else "0::/job\n")
     write(tmp_path, "job", 16 * GIB, 15 * GIB, inactive_file=10 * GIB)
-    assert measure(tmp_path) == Room(64 * GIB, 16 * GIB, 5 * GIB)
+    assert measure(tmp_path) == MemoryLimits(64 * GIB, 16 * GIB, 5 * GIB)
 
 
 def test_cgroup_without_statistics_is_taken_as_fully_used(tmp_path: Path) -> None:
@@ -130,13 +130,13 @@ def test_real_machine_can_be_measured() -> None:
 
 
 def test_what_fits_is_not_refused() -> None:
-    check(GIB, "the arena", room=Room(GIB + RESERVE_BYTES, None, 0))
-    check(GIB, "the arena", room=Room(9 * GIB, 3 * GIB, GIB), memory_limit_bytes=GIB)
+    check(GIB, "the arena", room=MemoryLimits(GIB + RESERVE_BYTES, None, 0))
+    check(GIB, "the arena", room=MemoryLimits(9 * GIB, 3 * GIB, GIB), memory_limit_bytes=GIB)
 
 
 def test_the_one_error_names_need_cgroup_limit_and_available_memory() -> None:
     with pytest.raises(KeeperError) as caught:
-        check(12 * GIB, "the arena of local rank 3", room=Room(20 * GIB, 16 * GIB, 6 * GIB))
+        check(12 * GIB, "the arena of local rank 3", room=MemoryLimits(20 * GIB, 16 * GIB, 6 * GIB))
     assert caught.value.message == (
         "the arena of local rank 3 needs 12.00 GiB, and 9.94 GiB can be had "
         "(cgroup limit: 16.00 GiB with 6.00 GiB in use; MemAvailable: 20.00 GiB)"
@@ -147,17 +147,17 @@ def test_the_one_error_names_need_cgroup_limit_and_available_memory() -> None:
 
 def test_error_without_a_cgroup_says_so() -> None:
     with pytest.raises(KeeperError, match=r"cgroup limit: none; MemAvailable: 1\.00 GiB"):
-        check(GIB, "the arena", room=Room(GIB, None, 0))
+        check(GIB, "the arena", room=MemoryLimits(GIB, None, 0))
 
 
 def test_error_names_the_users_own_limit() -> None:
     with pytest.raises(KeeperError, match=r"arena\.memory_limit_bytes 100\.0 MiB"):
-        check(200 << 20, "the arena", room=Room(GIB, None, 0), memory_limit_bytes=100 << 20)
+        check(200 << 20, "the arena", room=MemoryLimits(GIB, None, 0), memory_limit_bytes=100 << 20)
 
 
 def test_error_of_a_full_cgroup_offers_nothing_rather_than_less() -> None:
     with pytest.raises(KeeperError, match=r"and 0\.0 MiB can be had"):
-        check(1, "the arena", room=Room(GIB, GIB, 2 * GIB))
+        check(1, "the arena", room=MemoryLimits(GIB, GIB, 2 * GIB))
 
 
 def test_sizes_are_written_in_the_unit_that_a_person_expects() -> None:

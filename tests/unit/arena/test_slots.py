@@ -27,9 +27,9 @@ from keepstep.arena import memfd as segments
 from keepstep.arena import records as h
 from keepstep.arena import slots
 from keepstep.arena.checksum import read_digests, seal, verify
-from keepstep.arena.memfd import MAX_BYTES, SEALS, Mapping, Segment
+from keepstep.arena.memfd import MAX_BYTES, SEALS, Mapping, Memfd
 from keepstep.arena.records import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
-from keepstep.arena.slots import CHUNK_BYTES, PAGE, Arena, Span, plan_header, total_bytes, trainer_digest
+from keepstep.arena.slots import CHUNK_BYTES, PAGE, Arena, SlotSpan, plan_header, total_bytes, trainer_digest
 from keepstep.errors import IntegrityError, KeeperError
 from keepstep.layout import SnapshotSize, digest
 from keepstep.types import Incarnation, Version
@@ -295,9 +295,9 @@ def test_verify_writes_nothing(arena: Arena) -> None:
 
 def test_regions_and_slots_do_not_overlap_and_fill_the_segment() -> None:
     with new_arena(SnapshotSize(PAGE + 1, 3 * PAGE, 9 << 20), num_slots=4) as arena:
-        spans = [Span(0, 4 * PAGE)]
+        spans = [SlotSpan(0, 4 * PAGE)]
         for slot in range(4):
-            spans.append(Span(arena.slot_offset(slot), 2 * PAGE))
+            spans.append(SlotSpan(arena.slot_offset(slot), 2 * PAGE))
             spans += [
                 arena.layout_span(slot), arena.values_span(slot), arena.table_span(slot), arena.payload_span(slot)
             ]  # fmt: skip
@@ -746,7 +746,7 @@ def _flipped(arena: Arena, offset: int, size_bytes: int) -> Iterator[tuple[int, 
             flip(arena, at, bit)
 
 
-REGION_SPANS: dict[str, Callable[[Arena, int], Span]] = {
+REGION_SPANS: dict[str, Callable[[Arena, int], SlotSpan]] = {
     "layout": Arena.layout_span,
     "values": Arena.values_span,
     "payload": Arena.payload_span,
@@ -987,7 +987,7 @@ def test_arena_header_holds_ids_of_up_to_200_bytes() -> None:
 
 
 def test_segment_is_reserved_and_sealed_when_it_is_made() -> None:
-    segment = Segment.create(3 << 20)
+    segment = Memfd.create(3 << 20)
     try:
         assert segment.allocated_bytes >= 3 << 20
         assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) & SEALS == SEALS
@@ -1003,7 +1003,7 @@ def test_segment_is_reserved_and_sealed_when_it_is_made() -> None:
 @pytest.mark.parametrize("size_bytes", [-1, 0, MAX_BYTES + 1, 1 << 63, 1 << 64, 1 << 80])
 def test_segment_of_an_absurd_size_is_a_keeper_error(size_bytes: int) -> None:
     with pytest.raises(KeeperError, match="cannot be made"):
-        Segment.create(size_bytes)
+        Memfd.create(size_bytes)
 
 
 @contextlib.contextmanager
@@ -1018,13 +1018,13 @@ def _limited(which: int, soft: int) -> Iterator[None]:
 
 def test_segment_that_is_refused_by_the_system_is_a_keeper_error_with_its_size() -> None:
     with _limited(resource.RLIMIT_FSIZE, 1 << 20), pytest.raises(KeeperError, match="2,097,152 bytes") as caught:
-        Segment.create(2 << 20)
+        Memfd.create(2 << 20)
     assert "KEEPSTEP_ARENA_SLOTS" in caught.value.hint
 
 
 def test_segment_without_a_descriptor_left_is_a_keeper_error() -> None:
     with _limited(resource.RLIMIT_NOFILE, 3), pytest.raises(KeeperError, match="Too many open files"):
-        Segment.create(PAGE)
+        Memfd.create(PAGE)
 
 
 def test_arena_that_is_too_large_for_any_memfd_is_a_keeper_error() -> None:
@@ -1053,8 +1053,8 @@ def test_write_beyond_the_end_is_refused_by_the_seal(arena: Arena) -> None:
 
 
 @contextlib.contextmanager
-def mapped(size_bytes: int) -> Iterator[tuple[Segment, Mapping]]:
-    segment = Segment.create(size_bytes)
+def mapped(size_bytes: int) -> Iterator[tuple[Memfd, Mapping]]:
+    segment = Memfd.create(size_bytes)
     mapping = Mapping(segment)
     try:
         yield segment, mapping
@@ -1220,7 +1220,7 @@ def test_trainer_digest_depends_on_every_field_of_the_header() -> None:
 
 def test_populating_ends_when_the_map_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "POPULATE_STEP", mmap.PAGESIZE)
-    segment = Segment.create(200 * mmap.PAGESIZE)
+    segment = Memfd.create(200 * mmap.PAGESIZE)
     mapping, steps = Mapping(segment), 0
 
     def close_it(name: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.control.membership import (
-    Known,
+    NodeClaim,
     agree,
     check_losses,
     membership,
@@ -24,8 +24,8 @@ def card(node_id: str, instance: str = "1") -> NodeCard:
     return NodeCard(node_id, instance, f"10.0.0.{ord(node_id[0])}", 7000)
 
 
-def known(node_id: str, number: int = 0, **more: object) -> Known:
-    return Known(card(node_id), number, **more)  # type: ignore[arg-type]
+def known(node_id: str, number: int = 0, **more: object) -> NodeClaim:
+    return NodeClaim(card(node_id), number, **more)  # type: ignore[arg-type]
 
 
 def test_a_first_start_orders_nodes_by_name_as_people_count() -> None:
@@ -62,7 +62,7 @@ def test_members_without_a_place_are_named_as_former() -> None:
 
 
 def test_a_node_that_came_back_with_an_empty_keeper_is_not_former() -> None:
-    agreed = agree([Known(card("a", "2"), 0)], [card("a", "1")], nonce=1, secret=b"s")
+    agreed = agree([NodeClaim(card("a", "2"), 0)], [card("a", "1")], nonce=1, secret=b"s")
     assert agreed.former == []
     assert agreed.nodes[0].instance == "2"
 

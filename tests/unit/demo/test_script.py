@@ -15,7 +15,18 @@ from rich.console import Console
 
 from keepstep.demo.comparison import VERDICT, Judgement, judge
 from keepstep.demo.report import Summary, report
-from keepstep.demo.run_record import FAULTS, Event, Fault, Outcome, Restored, Result, Run, Started, Step, find_due
+from keepstep.demo.run_record import (
+    FAULTS,
+    Event,
+    FailureOutcome,
+    FinalState,
+    PlannedFailure,
+    RestoreRecord,
+    RunRecord,
+    Started,
+    StepRecord,
+    find_due,
+)
 from keepstep.demo.script import check_steps, find_script
 from keepstep.errors import ConfigError
 
@@ -24,44 +35,44 @@ A_TRAINER, KEEPER, A_NODE, _ = FAULTS
 LAST_BIT = "0x1.a000000000000p+0 undisturbed, 0x1.a000000000001p+0 struck"
 
 
-def step(number: int, *, time: float, loss: float | None = None) -> Step:
+def step(number: int, *, time: float, loss: float | None = None) -> StepRecord:
     value = 4.0 - number / 8 if loss is None else loss
-    return Step(step=number, loss=value, loss_hex=value.hex(), incarnation=1, time=time)
+    return StepRecord(step=number, loss=value, loss_hex=value.hex(), incarnation=1, time=time)
 
 
 def started(*pids: int, time: float = 0.0) -> Started:
     return Started(incarnation=1, pids=list(pids), nodes=[f"node{rank}" for rank in range(len(pids))], time=time)
 
 
-def restored(number: int, *, time: float = 0.0, source: str = "memory") -> Restored:
-    return Restored(step=number, sources=["memory", source], seconds=0.02, time=time)
+def restored(number: int, *, time: float = 0.0, source: str = "memory") -> RestoreRecord:
+    return RestoreRecord(step=number, sources=["memory", source], seconds=0.02, time=time)
 
 
-def observed(*events: Event, run: Run | None = None) -> Run:
-    run = run or Run()
+def observed(*events: Event, run: RunRecord | None = None) -> RunRecord:
+    run = run or RunRecord()
     for event in events:
         run.observe(event)
     return run
 
 
-def strike(run: Run, fault: Fault, *, at: float) -> Outcome:
-    outcome = Outcome(fault=fault, killed_at=at, last_step=run.steps[-1].step)
+def strike(run: RunRecord, fault: PlannedFailure, *, at: float) -> FailureOutcome:
+    outcome = FailureOutcome(fault=fault, killed_at=at, last_step=run.steps[-1].step)
     run.outcomes.append(outcome)
     return outcome
 
 
-def results(**changed: str) -> list[Result]:
+def results(**changed: str) -> list[FinalState]:
     parts = {"model": "aa", "optimizer": "bb", **changed}
-    return [Result(sha256="".join(parts.values()), parts=parts), Result(sha256="cc", parts={"model": "cc"})]
+    return [FinalState(sha256="".join(parts.values()), parts=parts), FinalState(sha256="cc", parts={"model": "cc"})]
 
 
-def calm_run() -> Run:
+def calm_run() -> RunRecord:
     run = observed(started(1, 2), *(step(number, time=float(number)) for number in range(STEPS)))
     run.results = results()
     return run
 
 
-def struck_run() -> Run:
+def struck_run() -> RunRecord:
     """Every failure strikes when it is due, and is survived without a lost step."""
     run, now = observed(started(1, 2)), 0.0
     for number in range(STEPS):
@@ -78,7 +89,7 @@ def struck_run() -> Run:
     return run
 
 
-def told(calm: Run, struck: Run, judgement: Judgement, *, out: Path) -> str:
+def told(calm: RunRecord, struck: RunRecord, judgement: Judgement, *, out: Path) -> str:
     console = Console(file=io.StringIO(), width=200)
     report(calm, struck, judgement, out=out, console=console)
     assert isinstance(console.file, io.StringIO)
@@ -91,7 +102,7 @@ def told(calm: Run, struck: Run, judgement: Judgement, *, out: Path) -> str:
 def test_lines_of_the_example_are_understood_and_unknown_fields_ignored() -> None:
     line = b'{"event": "restored", "step": 7, "sources": ["memory", "parity"], "seconds": 0.5, "more": 2, "time": 3.0}'
     event = msgspec.json.decode(line, type=Event)
-    assert event == Restored(step=7, sources=["memory", "parity"], seconds=0.5, time=3.0)
+    assert event == RestoreRecord(step=7, sources=["memory", "parity"], seconds=0.5, time=3.0)
     assert event.source == "parity", "the furthest that any rank had to go"
 
 
@@ -147,13 +158,13 @@ def test_beginning_anew_loses_every_step() -> None:
 def test_the_median_pause_between_steps_is_the_length_of_a_step() -> None:
     times = (0.0, 1.0, 2.0, 30.0)
     assert observed(*(step(number, time=time) for number, time in enumerate(times))).median_step_s() == 1.0
-    assert Run().median_step_s() == 0.0
+    assert RunRecord().median_step_s() == 0.0
 
 
 # When a failure is due
 
 
-def due(run: Run, event: Event) -> Fault | None:
+def due(run: RunRecord, event: Event) -> PlannedFailure | None:
     run.observe(event)
     return find_due(run, event, faults=FAULTS, steps=STEPS)
 
@@ -192,44 +203,44 @@ def test_a_run_that_kept_everything_passes_and_says_so(tmp_path: Path) -> None:
     assert told(calm, struck, judgement, out=tmp_path).rstrip().endswith(VERDICT)
 
 
-def break_loss(struck: Run) -> None:
+def break_loss(struck: RunRecord) -> None:
     last = struck.steps[-1]
     struck.steps[-1] = step(last.step, time=last.time, loss=math.nextafter(last.loss, 4.0))
 
 
-def break_digest(struck: Run) -> None:
+def break_digest(struck: RunRecord) -> None:
     struck.results = results(optimizer="b0")
 
 
-def break_total(struck: Run) -> None:
-    struck.results[1] = Result(sha256="c0", parts=struck.results[1].parts)
+def break_total(struck: RunRecord) -> None:
+    struck.results[1] = FinalState(sha256="c0", parts=struck.results[1].parts)
 
 
-def break_steps(struck: Run) -> None:
+def break_steps(struck: RunRecord) -> None:
     struck.steps = [event for event in struck.steps if event.step != 6]
 
 
-def break_restore(struck: Run) -> None:
+def break_restore(struck: RunRecord) -> None:
     struck.outcomes[2].restored = None
 
 
-def break_source(struck: Run) -> None:
+def break_source(struck: RunRecord) -> None:
     struck.outcomes[2].restored = restored(5, source="memory")
 
 
-def break_resumption(struck: Run) -> None:
+def break_resumption(struck: RunRecord) -> None:
     struck.outcomes[-1].resumed_at = None
 
 
-def break_keeper(struck: Run) -> None:
+def break_keeper(struck: RunRecord) -> None:
     struck.outcomes[1].restarts = 1
 
 
-def break_faults(struck: Run) -> None:
+def break_faults(struck: RunRecord) -> None:
     del struck.outcomes[1]
 
 
-def break_peace(struck: Run) -> None:
+def break_peace(struck: RunRecord) -> None:
     struck.unprovoked = 1
 
 
@@ -249,7 +260,7 @@ def break_peace(struck: Run) -> None:
     ],
 )
 def test_each_difference_is_told_and_fails_the_demo(
-    tamper: Callable[[Run], None], sentence: str, tmp_path: Path
+    tamper: Callable[[RunRecord], None], sentence: str, tmp_path: Path
 ) -> None:
     calm, struck = calm_run(), struck_run()
     tamper(struck)

@@ -12,7 +12,7 @@ from keepstep.arena.records import Grant, Ledger
 from keepstep.control.messages import ArenaGiven, Register, Registered, RestoreFrom
 from keepstep.keeper.node import events as e
 from keepstep.keeper.node.core import Core
-from keepstep.keeper.node.grants import OpenGrant
+from keepstep.keeper.node.grants import NodeGrant
 from keepstep.keeper.node.state import Limits
 from keepstep.layout import SnapshotSize
 from keepstep.types import Incarnation, Version
@@ -137,7 +137,7 @@ class Node:
         self.progress[index] = step
         return slot
 
-    def _usable(self, index: int) -> OpenGrant:
+    def _usable(self, index: int) -> NodeGrant:
         """The oldest that stands in the rank's arena and was not used."""
         page = self.own(index).grant
         assert page is not None
@@ -181,7 +181,7 @@ class Node:
         self.seal()
         assert self.core.kept.complete == self.version(step)
 
-    def snapshot_under(self, grant: OpenGrant) -> None:
+    def snapshot_under(self, grant: NodeGrant) -> None:
         for index, slot in grant.slots.items():
             self.commit(index, grant.step, self.write(index, grant.step, slot=slot))
         self.seal()
@@ -219,7 +219,7 @@ class Node:
             self.seal()
         raise AssertionError(f"no grant is given any more: {self.core.grants}")
 
-    def _untouched(self, grant: OpenGrant) -> bool:
+    def _untouched(self, grant: NodeGrant) -> bool:
         """All ranks can see it, and none has used it."""
         pages = (self.own(index).grant for index in range(self.ranks))
         seen = all(page is not None and grant.serial in {one.serial for one in page.both} for page in pages)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from keepstep.control.membership import Known
+from keepstep.control.membership import NodeClaim
 from keepstep.control.messages import NodeCard
 from keepstep.launcher.rounds import (
-    Board,
-    Rules,
-    Seat,
-    Silences,
+    AgentId,
+    RoundRules,
+    RoundState,
+    SilenceTimer,
     arrive,
     begin,
     choose,
@@ -22,31 +22,37 @@ from keepstep.launcher.rounds import (
     watched,
 )
 
-THREE = Rules(3, 3, dead_s=3, settle_s=30, first_call_s=30, last_call_s=3, grace_s=6)
+THREE = RoundRules(3, 3, dead_s=3, settle_s=30, first_call_s=30, last_call_s=3, grace_s=6)
 
 
-def seat(name: str) -> Seat:
+def seat(name: str) -> AgentId:
     """`b2` is the second agent of node b."""
-    return Seat(name, name[0])
+    return AgentId(name, name[0])
 
 
-def waiting(*names: str, board: Board | None = None) -> Board:
-    board = Board() if board is None else board
+def waiting(*names: str, board: RoundState | None = None) -> RoundState:
+    board = RoundState() if board is None else board
     for name in names:
         board = arrive(board, seat(name))
     return board
 
 
-def standing(*names: str, round_: int = 1) -> Board:
-    return Board(round=round_, members=[seat(name) for name in names], broken="")
+def standing(*names: str, round_: int = 1) -> RoundState:
+    return RoundState(round=round_, members=[seat(name) for name in names], broken="")
 
 
 def pick(
-    board: Board, alive: str, *, rules: Rules = THREE, last: str = "", waited_s: float = 0.0, holders: str = ""
+    board: RoundState,
+    alive: str,
+    *,
+    rules: RoundRules = THREE,
+    last: str = "",
+    waited_s: float = 0.0,
+    holders: str = "",
 ) -> tuple[str, str]:
     agents = {other.agent for other in [*board.members, *board.waiting] if other.agent in alive.split()}
     known = {
-        other.agent: Known(NodeCard(other.node_id, "", "", 0), 0, holds_state=other.node_id in holders)
+        other.agent: NodeClaim(NodeCard(other.node_id, "", "", 0), 0, holds_state=other.node_id in holders)
         for other in board.waiting
         if other.agent in agents
     }
@@ -135,12 +141,12 @@ def test_a_job_of_the_same_name_can_begin_where_the_last_one_closed() -> None:
 
 def test_small_rounds_watch_everybody_and_large_ones_the_next_few() -> None:
     assert [other.agent for other in watched(standing("a1", "b1", "c1"), 1)] == ["c1", "a1"]
-    large = Board(round=1, members=[Seat(str(n), str(n)) for n in range(40)], broken="")
+    large = RoundState(round=1, members=[AgentId(str(n), str(n)) for n in range(40)], broken="")
     assert [other.agent for other in watched(large, 38)] == ["39", "0", "1"]
 
 
 def test_an_agent_is_silent_only_while_somebody_listens() -> None:
-    silences = Silences()
+    silences = SilenceTimer()
     assert silences.silent_s("a") == 0
     silences.hear({"a": 5}, 1.0)
     assert silences.silent_s("a") == 0
@@ -157,15 +163,15 @@ def test_an_agent_is_silent_only_while_somebody_listens() -> None:
 # Whom a candidate listens to
 
 
-def crowd(count: int) -> Board:
-    board = Board(members=[Seat(f"n{number}/old", f"n{number}") for number in range(count)], broken="over")
+def crowd(count: int) -> RoundState:
+    board = RoundState(members=[AgentId(f"n{number}/old", f"n{number}") for number in range(count)], broken="over")
     for number in range(count):
-        board = arrive(board, Seat(f"n{number}/new", f"n{number}"))
+        board = arrive(board, AgentId(f"n{number}/new", f"n{number}"))
     return board
 
 
-def hears(board: Board, number: int, dead: Collection[str] = ()) -> set[str]:
-    own = Seat(f"n{number}/new", f"n{number}")
+def hears(board: RoundState, number: int, dead: Collection[str] = ()) -> set[str]:
+    own = AgentId(f"n{number}/new", f"n{number}")
     return {other.agent for other in heard(board, own, dead=lambda seat: seat.agent in dead)}
 
 

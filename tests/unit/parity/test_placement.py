@@ -13,7 +13,7 @@ from keepstep.errors import ConfigError
 from keepstep.parity import placement
 from keepstep.parity.code import Code
 from keepstep.parity.placement import (
-    Place,
+    NodePlace,
     Placement,
     ShareMap,
     cut_groups,
@@ -28,8 +28,8 @@ CHUNK = 16
 """of the simulated nodes, in bytes"""
 
 
-def places(*domains: str) -> list[Place]:
-    return [Place(f"node{i:02}", domain) for i, domain in enumerate(domains)]
+def places(*domains: str) -> list[NodePlace]:
+    return [NodePlace(f"node{i:02}", domain) for i, domain in enumerate(domains)]
 
 
 # Groups

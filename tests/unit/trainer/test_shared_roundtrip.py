@@ -19,20 +19,20 @@ from keepstep import layout as layouts
 from keepstep.arena.chunks import chunk_spans, read_table
 from keepstep.arena.slots import DIGEST_BYTES, Arena
 from keepstep.config import ArenaConfig, ParityConfig, TakeConfig
-from keepstep.control.messages import RestoreFrom, StreamSource, WantRestore
-from keepstep.keeper.coordinator.divergence import Comparison, Verdict, odd_class
-from keepstep.keeper.coordinator.messages import Audit
-from keepstep.keeper.transfer.chunk_store import Book, open_book
+from keepstep.control.messages import ReplicaSetSource, RestoreFrom, WantRestore
+from keepstep.keeper.coordinator.divergence import Comparison, Divergence, odd_class
+from keepstep.keeper.coordinator.messages import ReplicaAudit
+from keepstep.keeper.transfer.chunk_store import SealedSnapshot, open_book
 from keepstep.keeper.workers.replica_digests import answer, class_digests
-from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece
+from keepstep.layout import CHUNK_BYTES, Entry, Layout, TensorView
 from keepstep.testing.run import LocalRun
-from keepstep.trainer.connection.keeper_link import Link
-from keepstep.trainer.connection.world import Place, World
-from keepstep.trainer.integrity.checks import Checks
+from keepstep.trainer.connection.keeper_link import KeeperLink
+from keepstep.trainer.connection.world import RankPlace, World
+from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.plan import arena_size
 from keepstep.trainer.plan.copy_plan import CopyPlan
-from keepstep.trainer.plan.replica_shares import Sharing
-from keepstep.trainer.restore.replica_chunks import Sources
+from keepstep.trainer.plan.replica_shares import ReplicaShares
+from keepstep.trainer.restore.replica_chunks import ReplicaChunks
 
 WIDE = 1024
 """a weight of WIDE x WIDE floats is one chunk"""
@@ -46,7 +46,7 @@ def config(**parity: Any) -> Config:
 def believe(monkeypatch: pytest.MonkeyPatch, rank: int, *nodes: int) -> None:
     """This process is `rank` of a job whose ranks run on these nodes."""
 
-    def of(place: Place, environ: Any = None) -> World:
+    def of(place: RankPlace, environ: Any = None) -> World:
         return World(rank, nodes)
 
     monkeypatch.setattr(World, "of", of)
@@ -270,9 +270,9 @@ def given_sources(
 ) -> Iterator[list[int]]:
     """Restores get the chunks that these arenas, and the rank's own, hold; as a keeper of all of them would answer."""
     others: list[int] = []
-    asked = Link.request
+    asked = KeeperLink.request
 
-    def request(link: Link, message: Any, expect: Any, *, timeout_s: float) -> Any:
+    def request(link: KeeperLink, message: Any, expect: Any, *, timeout_s: float) -> Any:
         if not isinstance(message, WantRestore):
             return asked(link, message, expect, timeout_s=timeout_s)
         with contextlib.suppress(RecoveryError):  # it has its own arena only, and has decided now
@@ -288,13 +288,13 @@ def given_sources(
             return RestoreFrom(found[1].version, arena.arena_id, slot, 0, [], streams=sources), fds
 
     with monkeypatch.context() as patched:
-        patched.setattr(Link, "request", request)
+        patched.setattr(KeeperLink, "request", request)
         yield others
     for fd in others:
         os.close(fd)
 
 
-def find_sources(fds: list[int]) -> list[StreamSource]:
+def find_sources(fds: list[int]) -> list[ReplicaSetSource]:
     found: dict[str, tuple[dict[int, tuple[int, int]], int]] = {}
     for index, fd in enumerate(fds):
         arena = Arena.adopt(fd, run_id=os.environ["KEEPSTEP_RUN_ID"], node_id=os.environ["KEEPSTEP_NODE_ID"])
@@ -305,7 +305,7 @@ def find_sources(fds: list[int]) -> list[StreamSource]:
                 if stored.chunk >= 0:
                     chunks[stored.chunk] = (index, arena.payload_span(slot).offset + stored.offset)
     return [
-        StreamSource(name, [chunks[q][0] for q in range(count)], [chunks[q][1] for q in range(count)])
+        ReplicaSetSource(name, [chunks[q][0] for q in range(count)], [chunks[q][1] for q in range(count)])
         for name, (chunks, count) in found.items()
     ]
 
@@ -368,14 +368,16 @@ def test_rank_that_stores_a_part_restores_from_the_arenas_of_all(
 
 
 def test_part_of_a_stream_without_the_rest_is_refused() -> None:
-    piece = Piece("x", "uint8", (2 * CHUNK_BYTES,), (1,), 0, (2 * CHUNK_BYTES,), (0,), False)
-    stream = Sharing(World(0, (0, 0, 1, 1))).stream((0, 1, 2, 3), (Entry(0, 2 * CHUNK_BYTES, (piece,)),), offset=0)
+    piece = TensorView("x", "uint8", (2 * CHUNK_BYTES,), (1,), 0, (2 * CHUNK_BYTES,), (0,), False)
+    stream = ReplicaShares(World(0, (0, 0, 1, 1))).stream(
+        (0, 1, 2, 3), (Entry(0, 2 * CHUNK_BYTES, (piece,)),), offset=0
+    )
     assert stream.chunks == (0,)
     payload = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
-    with Sources([]) as sources:
+    with ReplicaChunks([]) as sources:
         with pytest.raises(IntegrityError, match="did not say where"):
             sources.chunks(Layout((), (), (stream,)), [], arena=payload, payload=payload)
-        twice = [StreamSource(stream.class_id, [0, 0], [0, 0])] * 2
+        twice = [ReplicaSetSource(stream.class_id, [0, 0], [0, 0])] * 2
         with pytest.raises(IntegrityError, match="names a class twice"):
             sources.chunks(Layout((), (), (stream,)), twice, arena=payload, payload=payload)
 
@@ -385,7 +387,7 @@ def test_sources_that_lie_are_refused(run: LocalRun, monkeypatch: pytest.MonkeyP
     save(make_state(), config())
 
     def changed(**fields: Any) -> Any:
-        return lambda source: StreamSource(
+        return lambda source: ReplicaSetSource(
             source.class_id, fields.get("fd_index", source.fd_index), fields.get("offsets", source.offsets)
         )
 
@@ -463,11 +465,11 @@ def test_leftovers_of_an_earlier_layout_do_not_show_between_the_tensors_of_a_str
 
 
 def test_need_counts_what_is_still_to_come_by_who_will_hold_it() -> None:
-    sharing = Sharing(World(0, (0, 0, 1, 1)))
+    sharing = ReplicaShares(World(0, (0, 0, 1, 1)))
     plan = CopyPlan(Layout((), ()), b"", b"")
     everyone = (0, 1, 2, 3)
-    alone = arena_size.need_of(plan, 0, [arena_size.Missing(10 * CHUNK_BYTES)], sharing)
-    shared = arena_size.need_of(plan, 0, [arena_size.Missing(5 * CHUNK_BYTES, everyone)] * 2, sharing)
+    alone = arena_size.need_of(plan, 0, [arena_size.MissingTensor(10 * CHUNK_BYTES)], sharing)
+    shared = arena_size.need_of(plan, 0, [arena_size.MissingTensor(5 * CHUNK_BYTES, everyone)] * 2, sharing)
     assert alone.payload_bytes == 10 * CHUNK_BYTES
     assert shared.payload_bytes == 5 * CHUNK_BYTES
     assert arena_size.need_of(plan, 0, [], None).payload_bytes == 0
@@ -484,7 +486,7 @@ def fds() -> Iterator[list[int]]:
         os.close(fd)
 
 
-def book_of(fd: int, rank: int) -> Book:
+def book_of(fd: int, rank: int) -> SealedSnapshot:
     """What that rank holds; to its keeper it was the only one."""
     arena = Arena.adopt(fd, run_id=os.environ["KEEPSTEP_RUN_ID"], node_id=os.environ["KEEPSTEP_NODE_ID"])
     book = open_book(arena, newest(arena)[0])
@@ -492,12 +494,12 @@ def book_of(fd: int, rank: int) -> Book:
     return book
 
 
-def compare(held: list[Book]) -> Verdict | None:
+def compare(held: list[SealedSnapshot]) -> Divergence | None:
     """As the coordinator does, with what each book says by itself."""
     odd = odd_class(class_digests(book) for book in held)
     if odd is None:
         return None
-    comparison = Comparison(Audit(held[0].sealed.version, odd))
+    comparison = Comparison(ReplicaAudit(held[0].sealed.version, odd))
     for _ in range(2):
         said = [found for book in held if (found := answer(book, comparison.asked)) is not None]
         verdict = comparison.hear(said)
@@ -534,8 +536,8 @@ def test_flipped_bit_in_a_replica_is_found_and_named(
 def test_device_without_memory_for_fingerprints_costs_no_snapshot(
     run: LocalRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: Any, **kwargs: Any) -> Checks:
+    def full(*args: Any, **kwargs: Any) -> SnapshotChecks:
         raise torch.OutOfMemoryError("nothing left")
 
-    monkeypatch.setattr(Checks, "next", full)
+    monkeypatch.setattr(SnapshotChecks, "next", full)
     save(make_state(), Config(), steps=3)  # each of them is complete

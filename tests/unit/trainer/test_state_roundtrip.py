@@ -24,8 +24,8 @@ from keepstep.arena import records as h
 from keepstep.config import TakeConfig
 from keepstep.testing.run import LocalRun, wait_until
 from keepstep.trainer.plan import tensor_blocks
-from keepstep.trainer.state.objects import Items
-from keepstep.trainer.state.reader import Reader
+from keepstep.trainer.state.objects import StateObjects
+from keepstep.trainer.state.reader import StateReader
 
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -556,12 +556,12 @@ def test_a_reader_that_remembers_sees_what_a_new_one_sees() -> None:
         "buffer is not persistent": lambda: model.register_buffer("late", torch.ones(3), persistent=False),
         "state_dict is hooked": lambda: model.register_state_dict_post_hook(lambda m, found, *_: found.update(x=3)),
     }
-    remembering = Reader(Items(state), rng=False, grads=False)
+    remembering = StateReader(StateObjects(state), rng=False, grads=False)
     for what, change in changes.items():
         for _ in range(2):
             remembering.read()
         change()
-        seen, truth = remembering.read(), Reader(Items(state), rng=False, grads=False).read()
+        seen, truth = remembering.read(), StateReader(StateObjects(state), rng=False, grads=False).read()
         assert seen.values == truth.values, what
         assert [t.data_ptr() for t in seen.tensors] == [t.data_ptr() for t in truth.tensors], what
         assert seen.paths() == truth.paths(), what
@@ -611,11 +611,11 @@ def test_what_is_encoded_behind_take_is_what_was_there_at_the_time() -> None:
         "raw": bytearray(b"a"),
     }
     group.update(kept)
-    reader = Reader(Items({"model": model, "optimizer": optimizer}), rng=True, grads=False)
+    reader = StateReader(StateObjects({"model": model, "optimizer": optimizer}), rng=True, grads=False)
     reader.read()
     reading, expected = (
         reader.read(),
-        Reader(Items({"model": model, "optimizer": optimizer}), True, False).read().values,
+        StateReader(StateObjects({"model": model, "optimizer": optimizer}), True, False).read().values,
     )
     group["history"].append(2)
     group["seen"].add(2)
@@ -762,7 +762,7 @@ def test_a_stateful_that_refuses_its_state_is_named(run: Run) -> None:
 
 
 def lay_out(state: dict[str, Any]) -> tensor_blocks.Blocks:
-    reading = Reader(Items(state), rng=False, grads=False).read()
+    reading = StateReader(StateObjects(state), rng=False, grads=False).read()
     return tensor_blocks.build(reading.tensors, reading.paths())
 
 
@@ -819,7 +819,7 @@ def test_what_has_no_plain_bytes_is_refused_by_path(what: str, where: str) -> No
 @pytest.mark.parametrize("thing", [3, "text", (1, 2), None, lambda x: x, {1, 2}])
 def test_an_object_that_cannot_be_written_in_place_is_refused_by_name(thing: Any) -> None:
     with pytest.raises(CaptureError, match=r"odd .*cannot be restored in place") as caught:
-        Items({"odd": thing})
+        StateObjects({"odd": thing})
     assert caught.value.hint
 
 

@@ -14,10 +14,10 @@ from keepstep.transport.frames import (
     REQUEST_HEAD_BYTES,
     SERVED,
     AnswerHead,
-    FrameError,
-    Opener,
+    FrameSigner,
+    FrameVerifier,
+    PeerFrameError,
     RequestHead,
-    Sealer,
 )
 from keepstep.transport.interface import MAX_MESSAGE_BYTES
 
@@ -27,7 +27,7 @@ KEY = b"k" * 32
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(max_size=300), max_size=8), st.integers(1, 50))
 def test_frames_arrive_however_they_are_cut(bodies: list[bytes], step: int) -> None:
-    sealer, opener = Sealer(KEY), Opener(KEY)
+    sealer, opener = FrameSigner(KEY), FrameVerifier(KEY)
     stream = b"".join(sealer.seal(MESSAGE, body) for body in bodies) + sealer.seal(HEARTBEAT)
     found = [frame for at in range(0, len(stream), step) for frame in opener.feed(stream[at : at + step])]
     assert found == [(MESSAGE, body) for body in bodies] + [(HEARTBEAT, b"")]
@@ -36,7 +36,7 @@ def test_frames_arrive_however_they_are_cut(bodies: list[bytes], step: int) -> N
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_changed_frame_is_never_handed_out(data: st.DataObject) -> None:
-    sealer, opener = Sealer(KEY), Opener(KEY)
+    sealer, opener = FrameSigner(KEY), FrameVerifier(KEY)
     stream = bytearray(sealer.seal(MESSAGE, b"one") + sealer.seal(MESSAGE, b"two"))
     at = data.draw(st.integers(0, len(stream) - 1).filter(lambda at: at % (24 + 3) != 3))  # padding
     stream[at] ^= data.draw(st.integers(1, 255))
@@ -44,35 +44,35 @@ def test_a_changed_frame_is_never_handed_out(data: st.DataObject) -> None:
     try:
         for byte in stream:
             found += opener.feed(bytes([byte]))
-    except FrameError:
+    except PeerFrameError:
         pass
     assert found in ([], [(MESSAGE, b"one")])
 
 
 def test_frames_cannot_be_repeated_left_out_moved_or_sent_back() -> None:
-    sealer = Sealer(KEY)
+    sealer = FrameSigner(KEY)
     first, second, third = (sealer.seal(MESSAGE, body) for body in (b"1", b"2", b"3"))
     for wrong in ([first, first], [first, third], [second]):
-        with pytest.raises(FrameError, match="forged"):
-            Opener(KEY).feed(b"".join(wrong))
-    with pytest.raises(FrameError):
-        Opener(b"the key of the other way".ljust(32)).feed(first)
+        with pytest.raises(PeerFrameError, match="forged"):
+            FrameVerifier(KEY).feed(b"".join(wrong))
+    with pytest.raises(PeerFrameError):
+        FrameVerifier(b"the key of the other way".ljust(32)).feed(first)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_rubbish_is_an_error_or_nothing(data: bytes) -> None:
     try:
-        assert Opener(KEY).feed(data) == []
-    except FrameError:
+        assert FrameVerifier(KEY).feed(data) == []
+    except PeerFrameError:
         pass
 
 
 def test_a_length_beyond_the_limit_is_refused_from_its_head() -> None:
-    frame = bytearray(Sealer(KEY).seal(MESSAGE, b"x"))
+    frame = bytearray(FrameSigner(KEY).seal(MESSAGE, b"x"))
     frame[4:8] = (MAX_MESSAGE_BYTES + 1).to_bytes(4, "little")
-    with pytest.raises(FrameError, match="bad frame head"):
-        Opener(KEY).feed(bytes(frame[:24]))
+    with pytest.raises(PeerFrameError, match="bad frame head"):
+        FrameVerifier(KEY).feed(bytes(frame[:24]))
 
 
 def test_heads_say_what_they_said() -> None:
@@ -97,7 +97,7 @@ def test_heads_say_what_they_said() -> None:
     ],
 )
 def test_an_answer_that_does_not_fit_is_not_read(asked: RequestHead, answer: AnswerHead) -> None:
-    with pytest.raises(FrameError):
+    with pytest.raises(PeerFrameError):
         AnswerHead.unpack(answer.pack(), asked)
 
 
@@ -106,7 +106,7 @@ def test_an_answer_that_does_not_fit_is_not_read(asked: RequestHead, answer: Ans
 def test_a_request_head_is_bounded_or_refused(data: bytes) -> None:
     try:
         head = RequestHead.unpack(data)
-    except FrameError:
+    except PeerFrameError:
         return
     assert head.length <= 64 << 10
     assert head.size_bytes <= 1 << 40

@@ -13,11 +13,21 @@ from typing import Any
 import pytest
 
 from keepstep.transport import handshake
-from keepstep.transport.handshake import CONTROL, DATA, NOT_NOW, WELCOME, AuthError, Dialing, Listening, Self, run_key
+from keepstep.transport.handshake import (
+    CONTROL,
+    DATA,
+    NOT_NOW,
+    WELCOME,
+    AuthError,
+    DialingHandshake,
+    KeeperSelf,
+    ListeningHandshake,
+    run_key,
+)
 from keepstep.transport.interface import Peer
 
 SECRET = b"the secret of this run"
-A, B, C = (Self(name, f"{name}-instance-1", "the-run") for name in ("node-a", "node-b", "node-c"))
+A, B, C = (KeeperSelf(name, f"{name}-instance-1", "the-run") for name in ("node-a", "node-b", "node-c"))
 Mangle = Callable[[int, bytes], bytes]
 
 
@@ -63,9 +73,9 @@ class Pipe:
 class Setting:
     """One handshake. What is not said is as it should be."""
 
-    dialer: Self = A
-    means: Self = B
-    listener: Self = B
+    dialer: KeeperSelf = A
+    means: KeeperSelf = B
+    listener: KeeperSelf = B
     dialer_key: bytes = run_key(SECRET, "the-run")
     listener_key: bytes | None = run_key(SECRET, "the-run")
     dialer_binding: bytes = b""
@@ -81,14 +91,14 @@ def shake(setting: Setting, near: Pipe, far: Pipe) -> tuple[Any, Any]:
 
     def dial() -> Any:
         s = setting
-        dialing = Dialing(near, s.dialer, s.kind, binding=s.dialer_binding, deadline=deadline)
+        dialing = DialingHandshake(near, s.dialer, s.kind, binding=s.dialer_binding, deadline=deadline)
         dialing.shake(s.dialer_key, Peer(s.means.node_id, s.means.instance), b"s" * 16)
         dialing.confirm(True)
         return dialing
 
     def listen() -> Any:
         s = setting
-        heard = Listening.hear(
+        heard = ListeningHandshake.hear(
             far, s.listener, key_of=lambda *_: s.listener_key, binding=s.listener_binding, deadline=deadline
         )
         heard.rule(s.ruling)
@@ -137,11 +147,11 @@ def test_two_that_share_the_secret_agree_on_keys_that_nobody_had_before(kind: in
     [
         {"dialer_key": run_key(b"the secret of another run", "the-run")},
         {"dialer_key": run_key(SECRET, "another-run")},
-        {"dialer": Self("node-a", "node-a-instance-1", "another-run")},
+        {"dialer": KeeperSelf("node-a", "node-a-instance-1", "another-run")},
         {"listener_key": None},
         {"means": C},
-        {"means": Self("node-b", "node-b-instance-2", "the-run")},
-        {"listener": Self("node-b", "node-b-instance-2", "the-run")},
+        {"means": KeeperSelf("node-b", "node-b-instance-2", "the-run")},
+        {"listener": KeeperSelf("node-b", "node-b-instance-2", "the-run")},
         {"dialer_binding": b"tls of one", "listener_binding": b"tls of another"},
         {"dialer_binding": b"tls of one"},
     ],
@@ -204,7 +214,9 @@ def test_a_challenge_thrown_back_at_the_listener_fails() -> None:
 
     def listen() -> None:
         try:
-            Listening.hear(far, B, key_of=lambda *_: Setting.listener_key, binding=b"", deadline=time.monotonic() + 5)
+            ListeningHandshake.hear(
+                far, B, key_of=lambda *_: Setting.listener_key, binding=b"", deadline=time.monotonic() + 5
+            )
         except (AuthError, Hangup) as error:
             done.append(error)
 
@@ -233,14 +245,16 @@ def test_a_recorded_handshake_is_worth_nothing() -> None:
         replayed.write(data)
     replayed.hang_up()
     with pytest.raises(AuthError, match="wrong proof"):
-        Listening.hear(fresh, B, key_of=lambda *_: Setting.listener_key, binding=b"", deadline=time.monotonic() + 5)
+        ListeningHandshake.hear(
+            fresh, B, key_of=lambda *_: Setting.listener_key, binding=b"", deadline=time.monotonic() + 5
+        )
     # To a dialer: everything the listener said.
     replayed, fresh = Pipe.pair()
     for data in far.written:
         replayed.write(data)
     replayed.hang_up()
     with pytest.raises(AuthError, match="wrong proof"):
-        Dialing(fresh, A, CONTROL, binding=b"", deadline=time.monotonic() + 5).shake(
+        DialingHandshake(fresh, A, CONTROL, binding=b"", deadline=time.monotonic() + 5).shake(
             Setting.dialer_key, Peer(B.node_id, B.instance)
         )
 
@@ -293,4 +307,4 @@ def test_an_identity_without_bounds_is_not_read() -> None:
     line.write(handshake._HELLO.pack(b"KSPR", handshake.VERSION, CONTROL, b"n" * 32, handshake.NO_SESSION))
     line.write(b"\xff\xff")
     with pytest.raises(AuthError, match="65535 bytes"):
-        Listening.hear(far, B, key_of=lambda *_: b"k" * 32, binding=b"", deadline=time.monotonic() + 5)
+        ListeningHandshake.hear(far, B, key_of=lambda *_: b"k" * 32, binding=b"", deadline=time.monotonic() + 5)

@@ -20,7 +20,7 @@ SICK = 3
 STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
 
 
-class Report(msgspec.Struct, frozen=True):
+class DoctorReport(msgspec.Struct, frozen=True):
     """`keepstep doctor --json`."""
 
     ok: bool
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.ok else SICK
 
 
-def _examine(args: argparse.Namespace) -> Report:
+def _examine(args: argparse.Namespace) -> DoctorReport:
     """Settings that cannot be read are a finding too, and the rest is examined with the defaults."""
     findings = []
     try:
@@ -52,10 +52,10 @@ def _examine(args: argparse.Namespace) -> Report:
         findings.append(Finding("settings", PROBLEM, error.message, error.hint))
         config = Config()
     findings += examine(config, torch=args.torch)
-    return Report(ok=all(finding.level != PROBLEM for finding in findings), findings=findings)
+    return DoctorReport(ok=all(finding.level != PROBLEM for finding in findings), findings=findings)
 
 
-def _print(report: Report) -> None:
+def _print(report: DoctorReport) -> None:
     console = open_console()
     table = make_table("", "", "")
     for finding in report.findings:

@@ -22,7 +22,7 @@ import msgspec
 
 from keepstep._version import VERSION
 from keepstep.arena import memory_limits
-from keepstep.arena.memfd import MADV_POPULATE_READ, SEALS, Segment
+from keepstep.arena.memfd import MADV_POPULATE_READ, SEALS, Memfd
 from keepstep.cli.keepers import find_runs
 from keepstep.cli.tables import format_bytes, format_seconds
 from keepstep.config import CONFIG_FILE, Config, as_environment, resolve
@@ -193,7 +193,7 @@ def _find_oom_group(root: Path) -> Path | None:
 
 
 def check_memfd() -> list[Finding]:
-    segment = Segment.create(PROBE_BYTES)
+    segment = Memfd.create(PROBE_BYTES)
     try:
         seals = fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS)
         if seals & SEALS != SEALS:
@@ -207,7 +207,7 @@ def check_memfd() -> list[Finding]:
 
 
 def check_populate() -> list[Finding]:
-    segment = Segment.create(PROBE_BYTES)
+    segment = Memfd.create(PROBE_BYTES)
     try:
         with mmap.mmap(segment.fd, PROBE_BYTES) as mapping:
             mapping.madvise(MADV_POPULATE_READ)

@@ -18,7 +18,7 @@ from rich.text import Text
 from keepstep import layout
 from keepstep.arena import records as h
 from keepstep.arena.slots import Arena
-from keepstep.cli.keepers import Borrowed, add_choice, borrow_arenas, choose_run, connect, settings
+from keepstep.cli.keepers import BorrowedArenas, add_choice, borrow_arenas, choose_run, connect, settings
 from keepstep.cli.tables import format_bytes, format_seconds, make_table, open_console
 from keepstep.errors import IntegrityError, KeeperError
 
@@ -132,7 +132,7 @@ def _view_slot(arena: Arena, index: int) -> SlotView:
     )  # fmt: skip
 
 
-def _find_entries(borrowed: Borrowed, *, rank: int | None, step: int | None) -> EntriesView:
+def _find_entries(borrowed: BorrowedArenas, *, rank: int | None, step: int | None) -> EntriesView:
     for _ in range(READ_TRIES):
         arena, slot = _choose_slot(borrowed, rank=rank, step=step)
         entries = _read_entries(arena, slot)
@@ -143,7 +143,7 @@ def _find_entries(borrowed: Borrowed, *, rank: int | None, step: int | None) -> 
     )
 
 
-def _choose_slot(borrowed: Borrowed, *, rank: int | None, step: int | None) -> tuple[Arena, int]:
+def _choose_slot(borrowed: BorrowedArenas, *, rank: int | None, step: int | None) -> tuple[Arena, int]:
     found = [
         (sealed, arena)
         for arena in borrowed.arenas

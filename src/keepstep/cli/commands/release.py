@@ -11,7 +11,7 @@ import os
 import select
 from dataclasses import dataclass
 
-from keepstep.cli.keepers import Run, add_choice, choose_run, connect, find_meant, find_runs, peer_pid, settings
+from keepstep.cli.keepers import KnownRun, add_choice, choose_run, connect, find_meant, find_runs, peer_pid, settings
 from keepstep.cli.tables import format_bytes
 from keepstep.config import Config
 from keepstep.control.messages import Done, Release
@@ -84,16 +84,16 @@ def _wait_until_gone(identity: Identity, pidfd: int, *, timeout_s: float) -> Non
         )
 
 
-def _find_dead(config: Config) -> Run | None:
+def _find_dead(config: Config) -> KnownRun | None:
     """The one run that is meant, if its keeper is dead: there is nobody to ask."""
     runs = find_meant(config)
     return runs[0] if len(runs) == 1 and not runs[0].alive else None
 
 
 def _sweep(identity: Identity) -> None:
-    from keepstep.keeper.singleton import Post
+    from keepstep.keeper.singleton import KeeperDirectory
 
-    Post(identity).close()
+    KeeperDirectory(identity).close()
 
 
 def _release_unused(config: Config) -> int:
@@ -111,7 +111,7 @@ def _release_unused(config: Config) -> int:
     return 1 if failed else 0
 
 
-def _release_one(run: Run, config: Config) -> str:
+def _release_one(run: KnownRun, config: Config) -> str:
     if not run.alive:
         _sweep(run.identity)
         return "its keeper was dead already, what it left is removed"

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from keepstep.cli.keepers import Run, add_choice, choose_run, find_runs, settings
+from keepstep.cli.keepers import KnownRun, add_choice, choose_run, find_runs, settings
 from keepstep.cli.risk import away_from, headline, newest_done, of_crash, unprotected
 from keepstep.cli.tables import count, format_bytes, format_seconds, format_step, make_table, open_console
 from keepstep.config import Config
@@ -83,7 +83,7 @@ def read_all(config: Config) -> list[RunStatus]:
     return [_read_one(run) for run in runs]
 
 
-def _read_one(run: Run) -> RunStatus:
+def _read_one(run: KnownRun) -> RunStatus:
     identity, status, error = run.identity, None, "its keeper is dead"
     if run.alive:
         try:

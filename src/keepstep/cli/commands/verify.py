@@ -19,7 +19,7 @@ from keepstep.types import SlotStatus, Status
 UNSOUND = 3
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class SnapshotVerdict(msgspec.Struct, frozen=True):
     """One snapshot of one rank."""
 
     rank: int
@@ -35,7 +35,7 @@ class Verification(msgspec.Struct, frozen=True):
     run_id: str
     node_id: str
     sound: bool
-    results: list[Verdict]
+    results: list[SnapshotVerdict]
     schema: int = 1
 
 
@@ -63,7 +63,7 @@ def judge(results: list[VerifyResult], after: Status) -> Verification:
     verdicts = [_judge_one(result, slots.get((result.rank, result.slot))) for result in results]
     seen = {(verdict.rank, verdict.slot) for verdict in verdicts}
     verdicts += [
-        Verdict(rank, index, slot.step, slot.size_bytes, "corrupt", "found before")
+        SnapshotVerdict(rank, index, slot.step, slot.size_bytes, "corrupt", "found before")
         for (rank, index), slot in slots.items()
         if slot.state == "corrupt" and (rank, index) not in seen
     ]
@@ -71,13 +71,13 @@ def judge(results: list[VerifyResult], after: Status) -> Verification:
     return Verification(after.run_id, after.node_id, sound, sorted(verdicts, key=lambda v: (v.rank, v.slot)))
 
 
-def _judge_one(result: VerifyResult, now: SlotStatus | None) -> Verdict:
+def _judge_one(result: VerifyResult, now: SlotStatus | None) -> SnapshotVerdict:
     verdict = "sound"
     if result.problem:
         same = now is None or (now.state in ("sealed", "corrupt") and now.step == result.step)
         verdict = "corrupt" if same else "replaced"
     problem = result.problem if verdict == "corrupt" else ""
-    return Verdict(result.rank, result.slot, result.step, result.size_bytes, verdict, problem)
+    return SnapshotVerdict(result.rank, result.slot, result.step, result.size_bytes, verdict, problem)
 
 
 def _print(found: Verification) -> None:

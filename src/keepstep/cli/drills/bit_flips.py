@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from keepstep.arena import records as h
 from keepstep.arena.records import PAGE, KeeperHeader, TrainerHeader
-from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, Span
+from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, SlotSpan
 from keepstep.cli.drills.asking import NOT_CONFIRMED, confirmed
-from keepstep.cli.keepers import Borrowed, borrow_arenas, connect
+from keepstep.cli.keepers import BorrowedArenas, borrow_arenas, connect
 from keepstep.cli.tables import count
 from keepstep.config import Config
 from keepstep.errors import IntegrityError, KeeperError
@@ -26,7 +26,7 @@ class Target:
     arena: Arena
     sealed: SealedSlot
     region: str
-    span: Span
+    span: SlotSpan
 
 
 def flip_bits(args: argparse.Namespace, identity: Identity, config: Config) -> int:
@@ -49,7 +49,7 @@ def _name(target: Target) -> str:
     return f"the {target.region} of rank {trainer.rank}, step {trainer.version.step}, slot {target.sealed.slot}"
 
 
-def choose_target(borrowed: Borrowed, *, rank: int | None, region: str) -> Target:
+def choose_target(borrowed: BorrowedArenas, *, rank: int | None, region: str) -> Target:
     """The newest sealed slot of a rank, the lowest rank unless told."""
     found = [
         (sealed, arena)
@@ -65,31 +65,31 @@ def choose_target(borrowed: Borrowed, *, rank: int | None, region: str) -> Targe
     return Target(arena, sealed, region, find_span(arena, sealed, region))
 
 
-def find_span(arena: Arena, sealed: SealedSlot, region: str) -> Span:
+def find_span(arena: Arena, sealed: SealedSlot, region: str) -> SlotSpan:
     """The bytes of a region that mean something: the used ones, and of a header the newer copy."""
     slot = sealed.slot
     used = dict(zip(("layout", "values", "payload"), arena.used_spans(slot, sealed.trainer), strict=True))
     if region in used:
         return used[region]
     if region == "table":
-        return Span(arena.table_span(slot).offset, sealed.keeper.num_chunks * DIGEST_BYTES)
+        return SlotSpan(arena.table_span(slot).offset, sealed.keeper.num_chunks * DIGEST_BYTES)
     if region == "trainer-header":
         return _newer_copy(arena, arena.slot_offset(slot), TrainerHeader)
     assert region == "keeper-header", region
     return _newer_copy(arena, arena.slot_offset(slot) + PAGE, KeeperHeader)
 
 
-def _newer_copy(arena: Arena, offset: int, kind: type[TrainerHeader] | type[KeeperHeader]) -> Span:
-    copies = [Span(offset + half * h.RECORD_BYTES, h.RECORD_BYTES) for half in (0, 1)]
+def _newer_copy(arena: Arena, offset: int, kind: type[TrainerHeader] | type[KeeperHeader]) -> SlotSpan:
+    copies = [SlotSpan(offset + half * h.RECORD_BYTES, h.RECORD_BYTES) for half in (0, 1)]
 
-    def sequence(copy: Span) -> int:
+    def sequence(copy: SlotSpan) -> int:
         found = h.decode_copy(kind, arena.segment.read(copy.offset, copy.size_bytes))
         return found[0] if found else -1
 
     return max(copies, key=sequence)
 
 
-def choose_bits(span: Span, *, num_bits: int, seed: int) -> list[int]:
+def choose_bits(span: SlotSpan, *, num_bits: int, seed: int) -> list[int]:
     """Different bits, counted from the start of the arena: the same one twice would be no fault at all."""
     if num_bits > span.size_bytes * 8:
         raise KeeperError(f"{num_bits} bits cannot be flipped in {span.size_bytes} bytes", hint="another --region")

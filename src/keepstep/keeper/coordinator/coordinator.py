@@ -26,10 +26,10 @@ import msgspec
 from keepstep.control.messages import NodeCard
 from keepstep.keeper.coordinator import counting, grants, protection, restore, takeover
 from keepstep.keeper.coordinator.messages import Report
-from keepstep.keeper.coordinator.state import GATHERING, RESTORING, SERVING, Board
+from keepstep.keeper.coordinator.state import GATHERING, RESTORING, SERVING, CoordinatorState
 
 
-class Job(Board):
+class Coordinator(CoordinatorState):
     """One incarnation, as its coordinator decides it. `hear` and `decide` are the only ways in."""
 
     def hear(self, report: Report, now: float) -> bool:

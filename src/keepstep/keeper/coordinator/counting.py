@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from keepstep.keeper.coordinator import protection, restore
 from keepstep.keeper.coordinator.messages import Report
-from keepstep.keeper.coordinator.state import Board
+from keepstep.keeper.coordinator.state import CoordinatorState
 
 
-def count(board: Board, report: Report, now: float) -> None:
+def count(board: CoordinatorState, report: Report, now: float) -> None:
     """What a member says of itself; of another incarnation nothing counts."""
     node = report.node_id
     if report.incarnation != board.incarnation:

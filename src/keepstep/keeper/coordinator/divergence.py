@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from keepstep.keeper.coordinator.messages import Audit, AuditAnswer, ClassDigest, Unit
+from keepstep.keeper.coordinator.messages import ReplicaAudit, ReplicaAuditAnswer, ReplicaSetDigest, ReplicaUnit
 from keepstep.parity import galois
 from keepstep.parity.code import coefficients
 
@@ -20,7 +20,7 @@ MAX_CHUNKS = 64
 MAX_PATHS_SAID = 5
 
 
-class Verdict(NamedTuple):
+class Divergence(NamedTuple):
     """Why the version is void."""
 
     rank: int
@@ -35,10 +35,10 @@ class Suspects(NamedTuple):
     """whether it is these ranks that differ; otherwise one of them does"""
 
 
-def odd_class(said: Iterable[Sequence[ClassDigest]]) -> str | None:
+def odd_class(said: Iterable[Sequence[ReplicaSetDigest]]) -> str | None:
     """A class whose replicas differ, from what all nodes say of it."""
     equal: dict[str, bytes] = {}
-    shares: dict[str, list[ClassDigest]] = defaultdict(list)
+    shares: dict[str, list[ReplicaSetDigest]] = defaultdict(list)
     for digests in said:
         for one in digests:
             if one.shared_by:
@@ -48,7 +48,7 @@ def odd_class(said: Iterable[Sequence[ClassDigest]]) -> str | None:
     return next((class_id for class_id, found in shares.items() if not _add_up(found)), None)
 
 
-def _add_up(shares: list[ClassDigest]) -> bool:
+def _add_up(shares: list[ReplicaSetDigest]) -> bool:
     if len(shares) < shares[0].shared_by:
         return True  # some of it is with nobody who could be asked: recovery will say so
     total = 0
@@ -61,21 +61,21 @@ def _add_up(shares: list[ClassDigest]) -> bool:
 class Comparison:
     """Two questions to all nodes, and what follows from the answers."""
 
-    asked: Audit
+    asked: ReplicaAudit
     suspects: Suspects | None = None
 
-    def hear(self, answers: Collection[AuditAnswer]) -> Verdict | None:
+    def hear(self, answers: Collection[ReplicaAuditAnswer]) -> Divergence | None:
         """Everybody has answered. None: `asked` is now the second question."""
         if self.suspects is not None:
             return _verdict(self.suspects, answers)
         self.suspects = find(answers)
         if not self.suspects.chunks:
-            return Verdict(-1, "replicated state differs between nodes, and not any more when they were asked", ())
-        self.asked = Audit(self.asked.version, self.asked.class_id, self.suspects.chunks)
+            return Divergence(-1, "replicated state differs between nodes, and not any more when they were asked", ())
+        self.asked = ReplicaAudit(self.asked.version, self.asked.class_id, self.suspects.chunks)
         return None
 
 
-def find(answers: Collection[AuditAnswer]) -> Suspects:
+def find(answers: Collection[ReplicaAuditAnswer]) -> Suspects:
     units = [unit for answer in answers for unit in answer.units]
     n, m = max(((answer.n, answer.m) for answer in answers if answer.units), default=(0, 0))
     found = _in_code(units, n - m, m) if m else _in_copies(units)
@@ -85,8 +85,8 @@ def find(answers: Collection[AuditAnswer]) -> Suspects:
     return Suspects(tuple(chunks[:MAX_CHUNKS]), tuple(ranks), bool(certain))
 
 
-def _in_copies(units: Iterable[Unit]) -> list[Suspects]:
-    by_chunk: dict[int, list[Unit]] = defaultdict(list)
+def _in_copies(units: Iterable[ReplicaUnit]) -> list[Suspects]:
+    by_chunk: dict[int, list[ReplicaUnit]] = defaultdict(list)
     for unit in units:
         by_chunk[unit.chunk].append(unit)
     found = []
@@ -99,8 +99,8 @@ def _in_copies(units: Iterable[Unit]) -> list[Suspects]:
     return found
 
 
-def _in_code(units: Iterable[Unit], k: int, m: int) -> list[Suspects]:
-    stripes: dict[int, dict[int, Unit]] = defaultdict(dict)
+def _in_code(units: Iterable[ReplicaUnit], k: int, m: int) -> list[Suspects]:
+    stripes: dict[int, dict[int, ReplicaUnit]] = defaultdict(dict)
     for unit in units:
         stripe, source = divmod(unit.chunk, k) if unit.code_row < 0 else (unit.chunk, k + unit.code_row)
         stripes[stripe][source] = unit
@@ -116,7 +116,7 @@ def _in_code(units: Iterable[Unit], k: int, m: int) -> list[Suspects]:
     return found
 
 
-def _odd_pieces(held: dict[int, Unit], k: int, m: int) -> list[int]:
+def _odd_pieces(held: dict[int, ReplicaUnit], k: int, m: int) -> list[int]:
     """Of a stripe, the pieces one of which is not what the others say; none when they fit together.
 
     With two rows or more, a single odd piece is known by its column in the code.
@@ -146,7 +146,7 @@ def _explains(source: int, rest: dict[int, bytes], k: int, m: int) -> bool:
     return len(changes) == 1
 
 
-def _verdict(suspects: Suspects, answers: Iterable[AuditAnswer]) -> Verdict:
+def _verdict(suspects: Suspects, answers: Iterable[ReplicaAuditAnswer]) -> Divergence:
     paths = list(dict.fromkeys(path for answer in answers for path in answer.paths))
     more = len(paths) - MAX_PATHS_SAID
     named = ", ".join(paths[:MAX_PATHS_SAID]) + (f" and {more} more" if more > 0 else "")
@@ -158,4 +158,4 @@ def _verdict(suspects: Suspects, answers: Iterable[AuditAnswer]) -> Verdict:
     else:
         who = f"ranks {', '.join(map(str, ranks))} differ from the other replicas"
     text = f"replicated state has diverged: {named}: {who} (silent corruption, or not replicated after all)"
-    return Verdict(min(ranks), text, tuple(paths))
+    return Divergence(min(ranks), text, tuple(paths))

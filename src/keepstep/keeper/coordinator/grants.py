@@ -7,8 +7,8 @@ import math
 import msgspec
 
 from keepstep.keeper.coordinator.divergence import Comparison, odd_class
-from keepstep.keeper.coordinator.messages import Audit, GrantOrder, Outcome
-from keepstep.keeper.coordinator.state import Board, OpenGrant, View
+from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, ReplicaAudit
+from keepstep.keeper.coordinator.state import CoordinatorState, JobGrant, NodeView
 from keepstep.types import Version
 
 MAX_LEAD = 64
@@ -18,7 +18,7 @@ DELIVERY_S = 0.02
 ONE_BY_ONE = 16
 
 
-def settle(board: Board, now: float) -> None:
+def settle(board: CoordinatorState, now: float) -> None:
     """Close what all nodes have finished with, in order."""
     while board.open:
         grant = board.open[0]
@@ -31,7 +31,7 @@ def settle(board: Board, now: float) -> None:
         board.open.pop(0)
         if grant.void is None:
             (version,) = grant.versions
-            board.outcomes.append(Outcome(grant.serial, version))
+            board.outcomes.append(GrantOutcome(grant.serial, version))
             _completed(board, version, now)
         else:
             rank, reason = grant.void
@@ -40,12 +40,12 @@ def settle(board: Board, now: float) -> None:
             if grant.late:
                 # The grant came too late for one of them: give the next one more lead.
                 board.lead = min(2 * board.lead, MAX_LEAD)
-            board.outcomes.append(Outcome(grant.serial, None, rank, reason, grant.diverged))
+            board.outcomes.append(GrantOutcome(grant.serial, None, rank, reason, grant.diverged))
         left = tuple(GrantOrder(g.serial, g.step) for g in board.open)
         board.change(grants=left, outcomes=tuple(board.outcomes), audit=None)
 
 
-def _agree(board: Board, grant: OpenGrant) -> bool:
+def _agree(board: CoordinatorState, grant: JobGrant) -> bool:
     """Replicated state is the same on all nodes that hold it; otherwise the version is void, by path and rank.
 
     False while the nodes are asked what exactly differs.
@@ -55,7 +55,7 @@ def _agree(board: Board, grant: OpenGrant) -> bool:
         if odd is None:
             return True
         (version,) = grant.versions
-        grant.comparison = Comparison(Audit(version, odd))
+        grant.comparison = Comparison(ReplicaAudit(version, odd))
     verdict = None
     while verdict is None:
         asked = grant.comparison.asked
@@ -69,7 +69,7 @@ def _agree(board: Board, grant: OpenGrant) -> bool:
     return True
 
 
-def _completed(board: Board, version: Version, now: float) -> None:
+def _completed(board: CoordinatorState, version: Version, now: float) -> None:
     if board.orders.complete == board.orders.protected:
         board.advanced_at = now  # there was nothing to protect: its time begins now
     if board.orders.complete is None or version > board.orders.complete:
@@ -79,7 +79,7 @@ def _completed(board: Board, version: Version, now: float) -> None:
     board.lead = max(1, board.lead - 1)
 
 
-def grant(board: Board, now: float) -> None:
+def grant(board: CoordinatorState, now: float) -> None:
     """Give the next one, as soon as there is room for it everywhere."""
     # Counts, not sets: this is asked with every report of every node.
     if len(board.ready) < len(board.views) or board.finished:
@@ -103,18 +103,18 @@ def grant(board: Board, now: float) -> None:
     step = -(-(ahead + lead) // every) * every
     board.serial += 1
     board.one_by_one = max(0, board.one_by_one - 1)
-    board.open.append(OpenGrant(board.serial, step, ahead=written > 0))
+    board.open.append(JobGrant(board.serial, step, ahead=written > 0))
     board.rooms.clear()
     board.change(grants=tuple(GrantOrder(g.serial, g.step) for g in board.open), serial=board.serial)
     board.orders = msgspec.structs.replace(board.orders, retain_seq=board.orders.seq)
 
 
-def _may_be_ahead(board: Board) -> int:
+def _may_be_ahead(board: CoordinatorState) -> int:
     """Grants that may be given while the one before is not committed everywhere."""
     return int(board.slots >= 3 and not board.one_by_one)
 
 
-def _progress_now(view: View, now: float) -> int:
+def _progress_now(view: NodeView, now: float) -> int:
     report = view.report
     assert report is not None
     if report.step_s <= 0:

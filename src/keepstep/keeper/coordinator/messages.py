@@ -12,7 +12,7 @@ import msgspec
 
 from keepstep.control.messages import NodeCard
 from keepstep.recovery.inventory import Inventory, SetKey
-from keepstep.recovery.plan import Piece
+from keepstep.recovery.plan import RankSource
 from keepstep.types import Incarnation, Version
 
 MAX_OUTCOMES = 8
@@ -26,7 +26,7 @@ class GrantOrder(msgspec.Struct, frozen=True):
     step: int
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class GrantOutcome(msgspec.Struct, frozen=True):
     """How a grant ended: the version that is complete on all ranks, or None and whose fault it was."""
 
     serial: int
@@ -37,7 +37,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """paths whose replicas are not the same: protected per rank from now on"""
 
 
-class Audit(msgspec.Struct, frozen=True):
+class ReplicaAudit(msgspec.Struct, frozen=True):
     """Replicas of this class differ: all nodes say what they hold of it, chunk by chunk."""
 
     version: Version
@@ -46,7 +46,7 @@ class Audit(msgspec.Struct, frozen=True):
     """none: what is held, unit by unit. Some: which paths lie in them"""
 
 
-class ClassDigest(msgspec.Struct, frozen=True, array_like=True):
+class ReplicaSetDigest(msgspec.Struct, frozen=True, array_like=True):
     """What a node holds of a replica class, in a few bytes."""
 
     class_id: str
@@ -56,7 +56,7 @@ class ClassDigest(msgspec.Struct, frozen=True, array_like=True):
     digests of all of them add up to zero"""
 
 
-class Unit(msgspec.Struct, frozen=True, array_like=True):
+class ReplicaUnit(msgspec.Struct, frozen=True, array_like=True):
     """One stored chunk of a replica class on one node."""
 
     chunk: int
@@ -67,13 +67,13 @@ class Unit(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes
 
 
-class AuditAnswer(msgspec.Struct, frozen=True):
+class ReplicaAuditAnswer(msgspec.Struct, frozen=True):
     """What a node holds of a class, unit by unit, or what lies in the chunks that it was asked for."""
 
     n: int = 0
     m: int = 0
     """0: every node holds all of it"""
-    units: tuple[Unit, ...] = ()
+    units: tuple[ReplicaUnit, ...] = ()
     paths: tuple[str, ...] = ()
 
 
@@ -82,7 +82,7 @@ class RestoreOrder(msgspec.Struct, frozen=True):
 
     number: int
     version: Version | None
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[RankSource, ...] = ()
     reasons: tuple[str, ...] = ()
     failure: str = ""
     damage: bool = False
@@ -120,7 +120,7 @@ class Orders(msgspec.Struct, frozen=True, tag=True):
     target: Version | None = None
     base: Version | None = None
     grants: tuple[GrantOrder, ...] = ()
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[GrantOutcome, ...] = ()
     serial: int = 0
     """the last grant that was given"""
     exposed: bool = False
@@ -130,7 +130,7 @@ class Orders(msgspec.Struct, frozen=True, tag=True):
     every: int = 1
     group: GroupOrder | None = None
     restore: RestoreOrder | None = None
-    audit: Audit | None = None
+    audit: ReplicaAudit | None = None
     cards: tuple[NodeCard, ...] = ()
     """keepers that took the place of those the membership names, and where they are"""
     retain_seq: int = 0
@@ -149,7 +149,7 @@ class Orders(msgspec.Struct, frozen=True, tag=True):
         return (self.incarnation.number, self.epoch, self.seq)
 
 
-class GrantSaid(msgspec.Struct, frozen=True):
+class EarlierGrantProgress(msgspec.Struct, frozen=True):
     """How far a node has come with a grant that it cannot write under any more."""
 
     serial: int
@@ -159,13 +159,13 @@ class GrantSaid(msgspec.Struct, frozen=True):
     sealed: bool
     rank: int = -1
     reason: str = ""
-    shares: tuple[ClassDigest, ...] = ()
+    shares: tuple[ReplicaSetDigest, ...] = ()
     """of replicated state, of all local ranks together"""
     late: bool = False
     """its ranks captured different steps: the grant came too late for one of them"""
 
 
-class Exchange(msgspec.Struct, frozen=True):
+class ExchangeProgress(msgspec.Struct, frozen=True):
     key: SetKey
     moved_bytes: int
     problem: str = ""
@@ -205,12 +205,12 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """every rank has a slot that may be written under the orders it has seen"""
     every: int = 1
     slots: int = 2
-    grants: tuple[GrantSaid, ...] = ()
+    grants: tuple[EarlierGrantProgress, ...] = ()
     opened: tuple[GrantOrder, ...] = ()
     """grants that its ranks may be writing under"""
     placed: tuple[SetKey, ...] = ()
-    exchange: Exchange | None = None
-    audit: tuple[Audit, AuditAnswer] | None = None
+    exchange: ExchangeProgress | None = None
+    audit: tuple[ReplicaAudit, ReplicaAuditAnswer] | None = None
     damaged: tuple[Version, ...] = ()
     unreachable: tuple[str, ...] = ()
     finished: bool = False

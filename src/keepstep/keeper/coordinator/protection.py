@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from keepstep.keeper.coordinator.messages import Report
-from keepstep.keeper.coordinator.state import Board
+from keepstep.keeper.coordinator.state import CoordinatorState
 
 
-def protect(board: Board, now: float) -> None:
+def protect(board: CoordinatorState, now: float) -> None:
     orders = board.orders
     if not board.groups:
         return
@@ -22,7 +22,7 @@ def protect(board: Board, now: float) -> None:
         _new_target(board, now)
 
 
-def _new_target(board: Board, now: float) -> None:
+def _new_target(board: CoordinatorState, now: float) -> None:
     orders = board.orders
     newest = orders.complete
     if newest is None or now < board.retry_at:
@@ -38,18 +38,18 @@ def _new_target(board: Board, now: float) -> None:
     board.moved_at = now
 
 
-def abandon(board: Board, reason: str, now: float) -> None:
+def abandon(board: CoordinatorState, reason: str, now: float) -> None:
     board.faults.append(f"the protection of {board.orders.target} was abandoned: {reason}")
     board.change(target=None, attempt=board.orders.attempt + 1)
     board.retry_at = now + board.terms.retry_s
 
 
-def _cut_off(board: Board) -> bool:
+def _cut_off(board: CoordinatorState) -> bool:
     """Some node cannot reach another one of its group."""
     return bool(board.cut) or len(board.heard) < len(board.views)
 
 
-def expose(board: Board, now: float) -> None:
+def expose(board: CoordinatorState, now: float) -> None:
     """No slot is free and protection stands still: let snapshots go on. What is protected is never given up."""
     given_up = board.orders.exposed and board.orders.target is None and _cut_off(board)
     if not board.groups or (now - board.advanced_at < board.terms.stall_s and not given_up):
@@ -69,7 +69,7 @@ def expose(board: Board, now: float) -> None:
     board.advanced_at = now
 
 
-def check_damage(board: Board, report: Report, now: float) -> None:
+def check_damage(board: CoordinatorState, report: Report, now: float) -> None:
     """A version whose bytes no longer match on one node is not complete; where it is protected, parity has it."""
     for version in report.damaged:
         if version == board.orders.target:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import msgspec
 
 from keepstep.keeper.coordinator.messages import Failure, RestoreOrder
-from keepstep.keeper.coordinator.state import RESTORING, SERVING, Board
+from keepstep.keeper.coordinator.state import RESTORING, SERVING, CoordinatorState
 from keepstep.recovery.inventory import Inventory
-from keepstep.recovery.plan import Piece, Plan, covering, plan, stands
+from keepstep.recovery.plan import Plan, RankSource, covering, plan, stands
 from keepstep.types import Version
 
 
-def restore(board: Board, now: float) -> None:
+def restore(board: CoordinatorState, now: float) -> None:
     if board.plan is None:
         if not _may_plan(board, now):
             return
@@ -25,7 +25,7 @@ def restore(board: Board, now: float) -> None:
         _begin(board, now)
 
 
-def _may_plan(board: Board, now: float) -> bool:
+def _may_plan(board: CoordinatorState, now: float) -> bool:
     members = [view.report for view in board.views.values() if view.report is not None]
     if any(r.inventory is None or not r.whole for r in members):
         return False
@@ -33,7 +33,7 @@ def _may_plan(board: Board, now: float) -> bool:
     return not silent or now - board.started_at >= board.terms.inventory_s
 
 
-def _make_plan(board: Board, now: float) -> None:
+def _make_plan(board: CoordinatorState, now: float) -> None:
     inventories, now_there = _inventories(board)
     silent = [node_id for node_id in (*board.views, *board.sources) if node_id not in inventories]
     reports = [view.report for view in board.views.values() if view.report is not None]
@@ -70,7 +70,7 @@ def _make_plan(board: Board, now: float) -> None:
     board.plan, board.plan_number = made, board.plan_number + 1
     board.restored.clear()
     damage = any(i.damaged for i in inventories.values())
-    mine: dict[str, list[Piece]] = {node_id: [] for node_id in board.views}
+    mine: dict[str, list[RankSource]] = {node_id: [] for node_id in board.views}
     for piece in made.pieces:
         mine[next(iter(mine)) if alone else homes[piece.rank]].append(piece)
     for node_id, pieces in mine.items():
@@ -81,14 +81,14 @@ def _make_plan(board: Board, now: float) -> None:
     _change_restore(board)
 
 
-def _forget_sources(board: Board) -> bool:
+def _forget_sources(board: CoordinatorState) -> bool:
     """A keeper of an incarnation before that somebody cannot reach: its time is over. Members are waited for."""
     before = len(board.sources)
     board.sources = {node_id: view for node_id, view in board.sources.items() if not view.away}
     return len(board.sources) < before
 
 
-def _inventories(board: Board) -> tuple[dict[str, Inventory], dict[str, Inventory]]:
+def _inventories(board: CoordinatorState) -> tuple[dict[str, Inventory], dict[str, Inventory]]:
     """What is held and sound, and of that what could be reached so far."""
     found: dict[str, Inventory] = {}
     reached: dict[str, Inventory] = {}
@@ -99,11 +99,11 @@ def _inventories(board: Board) -> tuple[dict[str, Inventory], dict[str, Inventor
     return found, reached
 
 
-def _change_restore(board: Board) -> None:
+def _change_restore(board: CoordinatorState) -> None:
     board.orders = msgspec.structs.replace(board.orders, seq=board.orders.seq + 1)
 
 
-def _begin(board: Board, now: float) -> None:
+def _begin(board: CoordinatorState, now: float) -> None:
     assert board.plan is not None
     board.pieces = {n: msgspec.structs.replace(order, begin=True) for n, order in board.pieces.items()}
     version = board.plan.version
@@ -118,7 +118,7 @@ def _begin(board: Board, now: float) -> None:
     board.state, board.moved_at, board.advanced_at = SERVING, now, now
 
 
-def exclude(board: Board, failure: Failure) -> None:
+def exclude(board: CoordinatorState, failure: Failure) -> None:
     view = board.views.get(failure.node_id) or board.sources.get(failure.node_id)
     if view is not None:
         left_out = view.excluded if failure.damaged else view.away
@@ -132,7 +132,7 @@ def exclude(board: Board, failure: Failure) -> None:
         board.plan = None  # plan again, without it
 
 
-def _give_up(board: Board, text: str) -> None:
+def _give_up(board: CoordinatorState, text: str) -> None:
     """What failed is not a source that a plan can do without: no memory, for one. Better an error than to wait."""
     assert board.plan is not None
     reasons = (*board.plan.reasons, text)

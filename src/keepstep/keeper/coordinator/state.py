@@ -17,10 +17,10 @@ from keepstep.control.messages import NodeCard
 from keepstep.keeper.coordinator.divergence import Comparison
 from keepstep.keeper.coordinator.messages import (
     MAX_OUTCOMES,
-    GrantSaid,
+    EarlierGrantProgress,
+    GrantOutcome,
     GroupOrder,
     Orders,
-    Outcome,
     Report,
     RestoreOrder,
 )
@@ -45,12 +45,12 @@ class Terms:
 
 
 @dataclass
-class OpenGrant:
+class JobGrant:
     """A grant and which nodes have finished with it."""
 
     serial: int
     step: int
-    said: dict[str, GrantSaid] = field(default_factory=dict)
+    said: dict[str, EarlierGrantProgress] = field(default_factory=dict)
     sealed: int = 0
     versions: set[Version] = field(default_factory=set)
     void: tuple[int, str] | None = None
@@ -61,7 +61,7 @@ class OpenGrant:
     comparison: Comparison | None = None
     """begun when its replicas were found to differ"""
 
-    def hear(self, node_id: str, said: GrantSaid) -> None:
+    def hear(self, node_id: str, said: EarlierGrantProgress) -> None:
         before = self.said.get(node_id)
         if before == said:
             return
@@ -78,7 +78,7 @@ class OpenGrant:
 
 
 @dataclass
-class View:
+class NodeView:
     """What the coordinator knows of one node."""
 
     report: Report | None = None
@@ -89,7 +89,7 @@ class View:
     """the same, where a plan could not reach it: asked again when nothing else has it"""
 
 
-class Board:
+class CoordinatorState:
     """One incarnation, as its coordinator sees it."""
 
     def __init__(
@@ -98,12 +98,12 @@ class Board:
         """`members`: node id -> failure domain, in the order of node ranks."""
         self.incarnation, self.terms = incarnation, terms
         self.domains = dict(members)
-        self.views = {node_id: View() for node_id in members}
-        self.sources = {node_id: View() for node_id in former if node_id not in members}
+        self.views = {node_id: NodeView() for node_id in members}
+        self.sources = {node_id: NodeView() for node_id in former if node_id not in members}
         self.state = GATHERING
         self.orders = Orders(incarnation, 0, 0)
-        self.open: list[OpenGrant] = []
-        self.outcomes: deque[Outcome] = deque(maxlen=MAX_OUTCOMES)
+        self.open: list[JobGrant] = []
+        self.outcomes: deque[GrantOutcome] = deque(maxlen=MAX_OUTCOMES)
         self.groups: dict[str, GroupOrder] = {}
         self.pieces: dict[str, RestoreOrder] = {}
         self.plan: Plan | None = None

@@ -10,13 +10,13 @@ import msgspec
 
 from keepstep.keeper.coordinator import counting, protection
 from keepstep.keeper.coordinator.messages import GrantOrder, GroupOrder, Orders, Report, RestoreOrder
-from keepstep.keeper.coordinator.state import RESTORING, SERVING, Board, OpenGrant
-from keepstep.parity.placement import Place, cut_groups, keep_positions
-from keepstep.recovery.plan import OWN, Piece
+from keepstep.keeper.coordinator.state import RESTORING, SERVING, CoordinatorState, JobGrant
+from keepstep.parity.placement import NodePlace, cut_groups, keep_positions
+from keepstep.recovery.plan import OWN, RankSource
 from keepstep.types import Version
 
 
-def gather(board: Board, now: float) -> None:
+def gather(board: CoordinatorState, now: float) -> None:
     """Wait for all nodes; then go on from the newest orders that any of them follows, or plan a restore."""
     if board.heard != board.views.keys():
         return
@@ -51,7 +51,7 @@ def gather(board: Board, now: float) -> None:
         protection.abandon(board, "its groups are not known any more", now)  # parity of two placements must not mix
 
 
-def _take_over(board: Board, newest: Orders, reports: list[Report], now: float) -> None:
+def _take_over(board: CoordinatorState, newest: Orders, reports: list[Report], now: float) -> None:
     board.cards = {card.node_id: card for card in newest.cards} | board.cards
     board.orders = msgspec.structs.replace(
         newest, epoch=board.orders.epoch, seq=1, group=None, restore=None, retain_seq=1, grants=(),
@@ -74,14 +74,14 @@ def _take_over(board: Board, newest: Orders, reports: list[Report], now: float) 
     steps = {g.serial: g.step for r in reports for g in (*r.opened, *newest.grants)}
     for serial in sorted(steps):
         if serial > settled:
-            board.open.append(OpenGrant(serial, steps[serial]))
+            board.open.append(JobGrant(serial, steps[serial]))
     for report in reports:
         counting.count(board, report, now)
     board.state = SERVING
     board.change(grants=tuple(GrantOrder(g.serial, g.step) for g in board.open), serial=board.serial)
 
 
-def _keep_groups(board: Board, followed: list[Orders]) -> bool:
+def _keep_groups(board: CoordinatorState, followed: list[Orders]) -> bool:
     """The groups of this incarnation, where somebody knows them all: they never change while it lasts."""
     known = {node_id: o.group for o in followed if o.group is not None for node_id in o.group.members}
     if known.keys() != board.views.keys():
@@ -90,14 +90,14 @@ def _keep_groups(board: Board, followed: list[Orders]) -> bool:
     return True
 
 
-def _form_groups(board: Board, reports: list[Report]) -> None:
+def _form_groups(board: CoordinatorState, reports: list[Report]) -> None:
     losses = min(reports[0].losses, len(reports) - 1)
     if losses <= 0:
         return
     before = max((s for r in reports if r.inventory for s in r.inventory.sets), key=lambda s: s.key, default=None)
     nodes = list(board.views)
     order = keep_positions(before.members, nodes) if before and set(before.members) <= set(nodes) else nodes
-    places = [Place(node_id, board.domains[node_id]) for node_id in order]
+    places = [NodePlace(node_id, board.domains[node_id]) for node_id in order]
     for group in cut_groups(places, reports[0].group_size, losses):
         made = GroupOrder(tuple(places[i].node_id for i in group), min(losses, len(group) - 1))
         for node_id in made.members:
@@ -109,7 +109,7 @@ def _lying_there(report: Report, version: Version | None, number: int) -> Restor
     """What the ranks of a node restored before its keeper died: no rank has stepped since, so it is complete still."""
     held = {h.rank: h for h in report.inventory.holdings if h.version == version} if report.inventory else {}
     pieces = tuple(
-        Piece(h.version, rank, OWN, report.node_id, h.size_bytes, h.local_index, h.arena_id, h.slot)
+        RankSource(h.version, rank, OWN, report.node_id, h.size_bytes, h.local_index, h.arena_id, h.slot)
         for rank, h in held.items()
         if rank in report.ranks
     )

@@ -5,16 +5,16 @@ from __future__ import annotations
 from keepstep.arena.records import Ledger
 from keepstep.control.messages import ArenaGiven
 from keepstep.errors import KeeperError
-from keepstep.keeper.coordinator.messages import Orders, Outcome
+from keepstep.keeper.coordinator.messages import GrantOutcome, Orders
 from keepstep.keeper.node import events as e
 from keepstep.keeper.node import snapshots, trainers
-from keepstep.keeper.node.state import COMMITTED, MAX_DAMAGED, ArenaState, Member, Node, Page, Slot
+from keepstep.keeper.node.state import COMMITTED, MAX_DAMAGED, ArenaState, GrantPage, NodeState, RegisteredTrainer, Slot
 from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import SetKey
 from keepstep.types import Incarnation
 
 
-def arena_wanted(node: Node, event: e.ArenaWanted) -> None:
+def arena_wanted(node: NodeState, event: e.ArenaWanted) -> None:
     member = node.member_of(event.conn)
     if member is None:
         node.refuse(event.conn, event.ticket, KeeperError("register first"))
@@ -30,7 +30,7 @@ def arena_wanted(node: Node, event: e.ArenaWanted) -> None:
     node.do(e.CreateArena(event, member.index, generation))
 
 
-def arena_added(node: Node, event: e.ArenaAdded) -> None:
+def arena_added(node: NodeState, event: e.ArenaAdded) -> None:
     slots = [
         Slot(s.index, s.state, s.version, s.rank, s.world_size, s.local_world_size, s.size_bytes, node.now - s.age_s)
         for s in event.slots
@@ -50,28 +50,28 @@ def arena_added(node: Node, event: e.ArenaAdded) -> None:
         known = node.last_grant.get(event.local_index)
         newest = (event.grant.incarnation, event.grant.serial)
         if known is None or (known.grant.incarnation, known.grant.serial) < newest:
-            node.last_grant[event.local_index] = Page(event.arena_id, event.grant)
+            node.last_grant[event.local_index] = GrantPage(event.arena_id, event.grant)
     for slot in slots:
         if slot.state == COMMITTED and slot.version is not None:
             node.do(e.SealSlot(event.arena_id, slot.index, slot.version, node.remembered))
     snapshots.advance(node)
 
 
-def arena_refused(node: Node, event: e.ArenaRefused) -> None:
+def arena_refused(node: NodeState, event: e.ArenaRefused) -> None:
     text = f"arena {event.arena_id} was refused: {event.problem}"
     if text not in node.damaged and len(node.damaged) < MAX_DAMAGED:
         node.damaged.append(text)
     node.problem(text)
 
 
-def _move_to(node: Node, member: Member, arena_id: str) -> None:
+def _move_to(node: NodeState, member: RegisteredTrainer, arena_id: str) -> None:
     """The rank writes another arena from now on: a grant that lies in the old one will not be seen any more."""
     if member.arena_id not in ("", arena_id):
         node.grants.withdraw(member.index, member.register.rank, "its arena was replaced by a larger one")
     member.arena_id = arena_id
 
 
-def _adopt_ledger(node: Node, event: e.ArenaAdded) -> None:
+def _adopt_ledger(node: NodeState, event: e.ArenaAdded) -> None:
     """Take over what the keeper before knew. Numbers only grow: any record may be the newest that is left."""
     ledger = event.ledger
     newer = ledger is not None and ledger.serial > node.ledger_serial
@@ -96,14 +96,14 @@ def _fits(need: SnapshotSize, capacity: SnapshotSize) -> bool:
     )
 
 
-def _adopt_orders(node: Node, ledger: Ledger) -> None:
+def _adopt_orders(node: NodeState, ledger: Ledger) -> None:
     """What the keeper before was told last: it says what is kept, and where a coordinator goes on."""
     number, nonce, attempt = ledger.protected_by
     covered = ledger.protected or ledger.base  # base: its parity is kept, though a member of its group is lost
     by = SetKey(covered, Incarnation(number, nonce), attempt) if covered is not None and number else None
     node.kept = Orders(
         ledger.incarnation, ledger.epoch, ledger.seq, ledger.attempt, ledger.protected, by, ledger.current,
-        ledger.target, ledger.base, outcomes=(Outcome(ledger.settled, None),) if ledger.settled else (),
+        ledger.target, ledger.base, outcomes=(GrantOutcome(ledger.settled, None),) if ledger.settled else (),
     )  # fmt: skip
     node.settled = ledger.settled
     if ledger.epoch:

@@ -24,10 +24,10 @@ from typing import Any
 
 from keepstep.keeper.node import arenas, orders, protection, restore, snapshots, trainers
 from keepstep.keeper.node import events as e
-from keepstep.keeper.node.state import Node, Page
+from keepstep.keeper.node.state import GrantPage, NodeState
 
 
-class Core(Node):
+class Core(NodeState):
     """One node of one run. `handle` is the only way in."""
 
     def handle(self, event: e.Event, now: float) -> list[e.Effect]:
@@ -40,7 +40,7 @@ class Core(Node):
         said_last, self.said_last = self.said_last, []
         return [*self.effects, *said_last]
 
-    def granted(self, index: int) -> Page | None:
+    def granted(self, index: int) -> GrantPage | None:
         """The grants that this rank may use now: what must stand in its arena."""
         own = self.last_grant.get(index)
         if own is None:
@@ -66,18 +66,18 @@ class Core(Node):
         return max(0.0, self.limits.lease_s - (self.now - self.lease_since))
 
 
-def _sealed(node: Node, event: e.SlotSealed) -> None:
+def _sealed(node: NodeState, event: e.SlotSealed) -> None:
     if snapshots.sealed(node, event):
         snapshots.advance(node)
 
 
-def _tick(node: Node, event: e.Tick) -> None:
+def _tick(node: NodeState, event: e.Tick) -> None:
     trainers.try_open(node)
     trainers.watch_orphans(node)
     orders.watch_peers(node)
 
 
-_DISPATCH: dict[type, Callable[[Node, Any], None]] = {
+_DISPATCH: dict[type, Callable[[NodeState, Any], None]] = {
     e.TrainerRegisters: trainers.register,
     e.LauncherSeen: trainers.launcher_seen,
     e.ProcessDied: trainers.died,
@@ -92,11 +92,11 @@ _DISPATCH: dict[type, Callable[[Node, Any], None]] = {
     e.RestoreWanted: restore.restore_wanted,
     e.RankLoaded: restore.loaded,
     e.Tick: _tick,
-    e.MembersSet: orders.members_set,
-    e.PeerSaid: orders.peer_said,
+    e.MembershipSet: orders.members_set,
+    e.PeerMessage: orders.peer_said,
     e.PeerLink: orders.peer_link,
-    e.BroughtIn: restore.brought_in,
+    e.SnapshotFetched: restore.brought_in,
     e.ParityPlaced: protection.placed,
-    e.ExchangeMoved: protection.moved,
-    e.SharesRead: orders.shares_read,
+    e.ExchangeAdvanced: protection.moved,
+    e.ReplicaDigestsRead: orders.shares_read,
 }

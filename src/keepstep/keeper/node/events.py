@@ -7,10 +7,17 @@ from typing import Any
 
 from keepstep.arena.records import Grant, Ledger, Progress
 from keepstep.control.messages import Membership, NodeCard, Register
-from keepstep.keeper.coordinator.messages import Audit, AuditAnswer, ClassDigest, Failure, Orders, Report
+from keepstep.keeper.coordinator.messages import (
+    Failure,
+    Orders,
+    ReplicaAudit,
+    ReplicaAuditAnswer,
+    ReplicaSetDigest,
+    Report,
+)
 from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import ParitySet, SetKey
-from keepstep.recovery.plan import Piece
+from keepstep.recovery.plan import RankSource
 from keepstep.types import Version
 
 Conn = int
@@ -121,7 +128,7 @@ class SlotSealed:
     local_world_size: int
     size_bytes: int
     problem: str = ""
-    shares: tuple[ClassDigest, ...] = ()
+    shares: tuple[ReplicaSetDigest, ...] = ()
     """(class, digest) of what the slot holds of state that other nodes hold too"""
     took_s: float = 0.0
     early_chunks: int = 0
@@ -157,14 +164,14 @@ class TrainerLeaves:
 
 
 @dataclass(frozen=True)
-class MembersSet:
+class MembershipSet:
     """The launcher says which nodes the next incarnation has."""
 
     membership: Membership
 
 
 @dataclass(frozen=True)
-class PeerSaid:
+class PeerMessage:
     """A word of an authenticated peer."""
 
     node_id: str
@@ -179,7 +186,7 @@ class PeerLink:
 
 
 @dataclass(frozen=True)
-class BroughtIn:
+class SnapshotFetched:
     """The bytes of a rank were fetched or rebuilt into a slot of this node, or could not be."""
 
     plan: int
@@ -199,7 +206,7 @@ class ParityPlaced:
 
 
 @dataclass(frozen=True)
-class ExchangeMoved:
+class ExchangeAdvanced:
     """An exchange goes on, or cannot (`problem`)."""
 
     key: SetKey
@@ -208,11 +215,11 @@ class ExchangeMoved:
 
 
 @dataclass(frozen=True)
-class SharesRead:
+class ReplicaDigestsRead:
     """What this node holds of a replica class."""
 
-    audit: Audit
-    answer: AuditAnswer
+    audit: ReplicaAudit
+    answer: ReplicaAuditAnswer
 
 
 @dataclass(frozen=True)
@@ -264,7 +271,7 @@ class VerifySlot:
 
 
 @dataclass(frozen=True)
-class Tell:
+class SendToPeer:
     """Send a word to a peer. Lost ones are said again."""
 
     node_id: str
@@ -272,7 +279,7 @@ class Tell:
 
 
 @dataclass(frozen=True)
-class Meet:
+class SetPeers:
     """These are the peers of the incarnation, and the secret that proves it."""
 
     cards: tuple[NodeCard, ...]
@@ -280,11 +287,11 @@ class Meet:
 
 
 @dataclass(frozen=True)
-class BringIn:
+class FetchSnapshot:
     """Fetch or rebuild a rank's snapshot into memory of this node."""
 
     plan: int
-    piece: Piece
+    piece: RankSource
     local_index: int
     local_world_size: int
     slots: int
@@ -297,7 +304,7 @@ class BringIn:
 
 
 @dataclass(frozen=True)
-class GiveUpBringing:
+class CancelFetches:
     plan: int
 
 
@@ -314,8 +321,8 @@ class StopExchange:
 
 
 @dataclass(frozen=True)
-class ReadShares:
-    audit: Audit
+class ReadReplicaDigests:
+    audit: ReplicaAudit
 
 
 @dataclass(frozen=True)
@@ -360,10 +367,11 @@ class Log:
 
 Effect = (
     Send | WriteGrant | WriteLedger | SealSlot | VerifySlot | CreateArena | DropArena | Kill | End | Log
-    | Tell | Meet | BringIn | GiveUpBringing | StartExchange | StopExchange | FreeParity | ReadShares
+    | SendToPeer | SetPeers | FetchSnapshot | CancelFetches | StartExchange | StopExchange | FreeParity
+    | ReadReplicaDigests
 )  # fmt: skip
 Event = (
     TrainerRegisters | LauncherSeen | ProcessDied | ArenaWanted | ArenaAdded | ArenaRefused | SnapshotCommitted
     | GrantVoid | SlotSealed | SlotVerified | RestoreWanted | RankLoaded | TrainerLeaves | Tick
-    | MembersSet | PeerSaid | PeerLink | BroughtIn | ParityPlaced | ExchangeMoved | SharesRead
+    | MembershipSet | PeerMessage | PeerLink | SnapshotFetched | ParityPlaced | ExchangeAdvanced | ReplicaDigestsRead
 )  # fmt: skip

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep.keeper.coordinator.messages import ClassDigest, GrantOrder, GrantSaid
+from keepstep.keeper.coordinator.messages import EarlierGrantProgress, GrantOrder, ReplicaSetDigest
 from keepstep.parity.galois import add
 from keepstep.types import Version
 
 
 @dataclass
-class OpenGrant:
+class NodeGrant:
     """A grant and how far each rank (by local index) has come with it."""
 
     serial: int
@@ -25,7 +25,7 @@ class OpenGrant:
     """where those slots are: a rank may have moved into a larger arena since"""
     committed: dict[int, Version] = field(default_factory=dict)
     sealed: set[int] = field(default_factory=set)
-    shares: dict[int, tuple[ClassDigest, ...]] = field(default_factory=dict)
+    shares: dict[int, tuple[ReplicaSetDigest, ...]] = field(default_factory=dict)
     """by rank: the digest of what its slot holds of each replica class"""
     void: tuple[int, str] | None = None
     """the rank that could not honour it, and why"""
@@ -43,7 +43,7 @@ class OpenGrant:
     def versions(self) -> set[Version]:
         return set(self.committed.values())
 
-    def said(self) -> GrantSaid | None:
+    def said(self) -> EarlierGrantProgress | None:
         """What the coordinator is told of it; None while somebody may still write."""
         if not self.resolved:
             return None
@@ -51,18 +51,20 @@ class OpenGrant:
             steps = sorted(version.step for version in self.versions)
             why = f"ranks captured different steps: {steps}" if steps else "no rank of this node could take part"
             rank, reason = self.void or (-1, why)
-            return GrantSaid(self.serial, self.step, None, False, rank, reason, late=len(self.versions) > 1)
+            return EarlierGrantProgress(self.serial, self.step, None, False, rank, reason, late=len(self.versions) > 1)
         (version,) = self.versions
-        return GrantSaid(self.serial, self.step, version, self.slots.keys() <= self.sealed, shares=self._shares())
+        return EarlierGrantProgress(
+            self.serial, self.step, version, self.slots.keys() <= self.sealed, shares=self._shares()
+        )
 
-    def _shares(self) -> tuple[ClassDigest, ...]:
+    def _shares(self) -> tuple[ReplicaSetDigest, ...]:
         """Local ranks hold different chunks of a class; digests add up in any order."""
-        total: dict[str, ClassDigest] = {}
+        total: dict[str, ReplicaSetDigest] = {}
         for found in self.shares.values():
             for one in found:
                 before = total.get(one.class_id)
                 digest = one.digest if before is None else add(before.digest, one.digest)
-                total[one.class_id] = ClassDigest(one.class_id, digest, one.shared_by)
+                total[one.class_id] = ReplicaSetDigest(one.class_id, digest, one.shared_by)
         return tuple(total[class_id] for class_id in sorted(total))
 
 
@@ -70,13 +72,13 @@ class OpenGrant:
 class Grants:
     """Open grants of this node, oldest first; `serial` is the newest one it has handed out."""
 
-    open: list[OpenGrant] = field(default_factory=list)
+    open: list[NodeGrant] = field(default_factory=list)
     serial: int = 0
 
-    def begin(self, order: GrantOrder, slots: dict[int, int], arenas: dict[int, str]) -> OpenGrant:
+    def begin(self, order: GrantOrder, slots: dict[int, int], arenas: dict[int, str]) -> NodeGrant:
         """Hand the grant out: `slots` and `arenas` say where each rank will write."""
         self.serial = order.serial
-        opened = OpenGrant(order.serial, order.step, slots, arenas)
+        opened = NodeGrant(order.serial, order.step, slots, arenas)
         self.open.append(opened)
         return opened
 
@@ -87,14 +89,14 @@ class Grants:
     def forget(self, order: GrantOrder, rank: int) -> None:
         """A keeper before this one handed it out, and took what became of it into its grave."""
         void = (rank, "its keeper died before the version was complete")
-        self.open.insert(0, OpenGrant(order.serial, order.step, {}, {}, void=void))
+        self.open.insert(0, NodeGrant(order.serial, order.step, {}, {}, void=void))
 
-    def find(self, index: int, arena_id: str, slot: int) -> OpenGrant | None:
+    def find(self, index: int, arena_id: str, slot: int) -> NodeGrant | None:
         """The open grant under which rank `index` writes `slot` of that arena."""
         mine = (grant for grant in self.open if grant.arenas.get(index) == arena_id)
         return next((grant for grant in mine if grant.slots[index] == slot), None)
 
-    def commit(self, index: int, arena_id: str, slot: int, version: Version, rank: int) -> OpenGrant | None:
+    def commit(self, index: int, arena_id: str, slot: int, version: Version, rank: int) -> NodeGrant | None:
         """None: a word that is said again, of a grant that is over. Grants name steps that nobody has reached."""
         grant = self.find(index, arena_id, slot)
         if grant is None or version.step < grant.step:
@@ -104,7 +106,7 @@ class Grants:
             grant.void = (rank, f"ranks captured different steps: {sorted(v.step for v in grant.versions)}")
         return grant
 
-    def refuse(self, index: int, arena_id: str, slot: int, step: int, rank: int, reason: str) -> OpenGrant | None:
+    def refuse(self, index: int, arena_id: str, slot: int, step: int, rank: int, reason: str) -> NodeGrant | None:
         """Rank `index` could not honour its grant at `step`. None: of a grant that is over."""
         grant = self.find(index, arena_id, slot)
         if grant is None or step < grant.step or grant.resolved_for(index):
@@ -125,7 +127,7 @@ class Grants:
         if grant is not None:
             grant.void = grant.void or (rank, reason)
 
-    def settle(self, serial: int) -> OpenGrant | None:
+    def settle(self, serial: int) -> NodeGrant | None:
         """The coordinator says that grant is over. None while somebody here may still write under it."""
         grant = next((grant for grant in self.open if grant.serial == serial), None)
         if grant is None or not grant.resolved:

@@ -1,6 +1,6 @@
 """Between this node and the job's coordinator: reports out, orders in. Pure.
 
-A node that coordinates itself (one node, or node rank 0) hands its report to its own `Job` and follows
+A node that coordinates itself (one node, or node rank 0) hands its report to its own `Coordinator` and follows
 the answer in the same breath; all others send and hear. What is said is said again with every
 heartbeat, so that nothing depends on a single message.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 import msgspec
 
 from keepstep.control.messages import Done, NodeCard
-from keepstep.keeper.coordinator.coordinator import Job
+from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import GrantOrder, Orders, Report
 from keepstep.keeper.coordinator.state import GATHERING, Terms
 from keepstep.keeper.node import events as e
 from keepstep.keeper.node import protection, restore, snapshots
-from keepstep.keeper.node.state import COMMITTED, CORRUPT, RESTORING, SERVING, Node
+from keepstep.keeper.node.state import COMMITTED, CORRUPT, RESTORING, SERVING, NodeState
 from keepstep.types import Version
 
 HEARTBEAT_S = 0.5
@@ -23,7 +23,7 @@ HEARTBEAT_S = 0.5
 MAX_TURNS = 12
 
 
-def follow(node: Node) -> None:
+def follow(node: NodeState) -> None:
     """Do all that follows from what is known now, and say what changed."""
     appoint(node)
     if node.job is not None:
@@ -45,7 +45,7 @@ def follow(node: Node) -> None:
         restore.answer(node)
 
 
-def appoint(node: Node) -> None:
+def appoint(node: NodeState) -> None:
     """Become the coordinator of this incarnation, where that is this node's part."""
     if node.job is not None and node.job.incarnation == node.incarnation:
         return
@@ -56,19 +56,19 @@ def appoint(node: Node) -> None:
     limits, me = node.limits, node.card.node_id
     terms = Terms(limits.deadline_s, limits.stall_s, limits.inventory_s)
     if register.world_size == register.local_world_size:
-        node.job = Job(node.incarnation, {me: node.card.domain}, (), terms, node.now)
+        node.job = Coordinator(node.incarnation, {me: node.card.domain}, (), terms, node.now)
         return
     membership = node.membership
     if membership is None or membership.incarnation != node.incarnation or membership.node_rank != 0:
         return
     members = {card.node_id: card.domain for card in membership.nodes}
     former = tuple(card.node_id for card in membership.former)
-    node.job = Job(node.incarnation, members, former, terms, node.now)
+    node.job = Coordinator(node.incarnation, members, former, terms, node.now)
     # The membership of the others names the keeper that coordinated before this one.
     node.job.moved_to(node.card)
 
 
-def members_set(node: Node, event: e.MembersSet) -> None:
+def members_set(node: NodeState, event: e.MembershipSet) -> None:
     """The nodes of the next incarnation are known: find them."""
     membership = event.membership
     if node.membership is not None and membership.incarnation.number < node.membership.incarnation.number:
@@ -80,13 +80,13 @@ def members_set(node: Node, event: e.MembersSet) -> None:
     _meet(node)
 
 
-def _meet(node: Node) -> None:
+def _meet(node: NodeState) -> None:
     assert node.membership is not None
     others = tuple(card for card in node.cards.values() if card.node_id != node.card.node_id)
-    node.do(e.Meet(others, node.membership.secret))
+    node.do(e.SetPeers(others, node.membership.secret))
 
 
-def _moved(node: Node, card: NodeCard) -> bool:
+def _moved(node: NodeState, card: NodeCard) -> bool:
     """A peer's keeper is a new one, or somewhere else."""
     if card.node_id == node.card.node_id or node.cards.get(card.node_id) in (None, card):
         return False
@@ -95,19 +95,19 @@ def _moved(node: Node, card: NodeCard) -> bool:
     return True
 
 
-def peer_link(node: Node, event: e.PeerLink) -> None:
+def peer_link(node: NodeState, event: e.PeerLink) -> None:
     node.links[event.node_id] = event.up
     if event.up:
         if node.membership is None or event.node_id == node.membership.nodes[0].node_id:
             node.said_key = None  # say everything again: the coordinator may be new
         if node.job is not None and node.job.state != GATHERING and node.job.knows(event.node_id):
-            node.do(e.Tell(event.node_id, node.job.orders_for(event.node_id)))
+            node.do(e.SendToPeer(event.node_id, node.job.orders_for(event.node_id)))
     else:
         node.down_at[event.node_id] = node.now
         node.log("info", "a peer is away", peer=event.node_id, reason=event.reason)
 
 
-def peer_said(node: Node, event: e.PeerSaid) -> None:
+def peer_said(node: NodeState, event: e.PeerMessage) -> None:
     word = event.word
     if isinstance(word, Orders):
         if _from_coordinator(node, event.node_id, word):
@@ -124,17 +124,17 @@ def peer_said(node: Node, event: e.PeerSaid) -> None:
         node.touched = False
 
 
-def _step_aside(node: Node, coordinator: str, orders: Orders) -> None:
+def _step_aside(node: NodeState, coordinator: str, orders: Orders) -> None:
     """The job goes on without this node: its trainers must not, but what it holds may be needed."""
     number = orders.incarnation.number
     for member in node.members.values():
         if member.alive and member.finished is None:
             node.do(e.Kill(member.pid, f"incarnation {number} goes on without this node"))
     if not any(s.state == COMMITTED for a in node.arenas.values() for s in a.slots):
-        node.do(e.Tell(coordinator, msgspec.structs.replace(report_of(node), inventory=node.inventory())))
+        node.do(e.SendToPeer(coordinator, msgspec.structs.replace(report_of(node), inventory=node.inventory())))
 
 
-def watch_peers(node: Node) -> None:
+def watch_peers(node: NodeState) -> None:
     """A keeper of the last incarnation that nobody can reach is dead, for all that a plan may count on."""
     if node.job is None:
         return
@@ -144,7 +144,7 @@ def watch_peers(node: Node) -> None:
             node.job.lost(node_id, node.now)
 
 
-def _from_coordinator(node: Node, node_id: str, orders: Orders) -> bool:
+def _from_coordinator(node: NodeState, node_id: str, orders: Orders) -> bool:
     membership = node.membership
     if membership is None or membership.incarnation != orders.incarnation:
         return False
@@ -154,7 +154,7 @@ def _from_coordinator(node: Node, node_id: str, orders: Orders) -> bool:
 # Reports
 
 
-def report_of(node: Node) -> Report:
+def report_of(node: NodeState) -> Report:
     node.report_number += 1
     members = node.members.values()
     first = next(iter(members)).register if members else None
@@ -180,7 +180,7 @@ def report_of(node: Node) -> Report:
     )  # fmt: skip
 
 
-def _pace(node: Node, progress: int) -> float:
+def _pace(node: NodeState, progress: int) -> float:
     """Seconds per step, smoothed: a grant must be ahead of every rank when it arrives."""
     seen, at, step_s = node.pace
     if progress < seen or seen < 0:
@@ -191,18 +191,18 @@ def _pace(node: Node, progress: int) -> float:
     return node.pace[2]
 
 
-def _unreachable(node: Node) -> tuple[str, ...]:
+def _unreachable(node: NodeState) -> tuple[str, ...]:
     group = node.kept.group
     if group is None:
         return ()
     return tuple(m for m in group.members if m != node.card.node_id and not node.links.get(m))
 
 
-def _finished(node: Node) -> bool:
+def _finished(node: NodeState) -> bool:
     return node.opening is None and all(m.finished for m in node.members.values())
 
 
-def _report(node: Node) -> None:
+def _report(node: NodeState) -> None:
     """Tell the coordinator, when something changed or a heartbeat is due; former sources tell it too."""
     assert node.membership is not None
     to = node.membership.nodes[0].node_id
@@ -216,17 +216,17 @@ def _report(node: Node) -> None:
            report.inventory, report.restored, report.failures, report.audit, report.incarnation)  # fmt: skip
     if key != node.said_key or node.now - node.said_at >= HEARTBEAT_S:
         node.said_key, node.said_at = key, node.now
-        node.do(e.Tell(to, report))
+        node.do(e.SendToPeer(to, report))
 
 
-def shares_read(node: Node, event: e.SharesRead) -> None:
+def shares_read(node: NodeState, event: e.ReplicaDigestsRead) -> None:
     node.audit = (event.audit, event.answer)
 
 
 # Orders
 
 
-def _spread(node: Node) -> None:
+def _spread(node: NodeState) -> None:
     assert node.job is not None
     order = node.job.orders.order
     if order == node.ordered and node.now - node.said_at < HEARTBEAT_S:
@@ -234,10 +234,10 @@ def _spread(node: Node) -> None:
     node.ordered, node.said_at = order, node.now
     for node_id in (*node.job.views, *node.job.sources):
         if node_id != node.card.node_id and node.links.get(node_id):
-            node.do(e.Tell(node_id, node.job.orders_for(node_id)))
+            node.do(e.SendToPeer(node_id, node.job.orders_for(node_id)))
 
 
-def take_orders(node: Node, orders: Orders) -> bool:
+def take_orders(node: NodeState, orders: Orders) -> bool:
     """Follow the coordinator. False when nothing came of it."""
     if orders.incarnation != node.incarnation:
         return False
@@ -264,7 +264,7 @@ def take_orders(node: Node, orders: Orders) -> bool:
     return changed or handed or bool(over)
 
 
-def _keep(node: Node, before: Orders) -> None:
+def _keep(node: NodeState, before: Orders) -> None:
     """What is kept has changed: remember it across this keeper's death, and let go of the rest."""
     kept = node.kept
     if kept.complete is not None:
@@ -275,11 +275,11 @@ def _keep(node: Node, before: Orders) -> None:
     if kept.audit != before.audit:
         node.audit = None  # the answer to the question before is large, and in every report
         if kept.audit is not None:
-            node.do(e.ReadShares(kept.audit))
+            node.do(e.ReadReplicaDigests(kept.audit))
     node.write_ledger()
 
 
-def _answer_loaded(node: Node) -> None:
+def _answer_loaded(node: NodeState) -> None:
     if node.kept.ready:
         for request in node.loaded_requests:
             node.do(e.Send(request.conn, Done(ticket=request.ticket)))

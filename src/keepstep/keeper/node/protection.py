@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from keepstep.keeper.coordinator.messages import Exchange
+from keepstep.keeper.coordinator.messages import ExchangeProgress
 from keepstep.keeper.node import events as e
-from keepstep.keeper.node.state import Node
+from keepstep.keeper.node.state import NodeState
 from keepstep.recovery.inventory import SetKey
 
 
-def take_orders(node: Node) -> None:
+def take_orders(node: NodeState) -> None:
     """Do what the coordinator's target asks for, and free what nobody retains."""
     key = _target(node)
     running = node.exchange.key if node.exchange is not None else None
@@ -19,17 +19,17 @@ def take_orders(node: Node) -> None:
     group = node.kept.group
     if key is None or group is None or key in node.sets or running == key:
         return
-    node.exchange, node.exchange_began = Exchange(key, 0), node.now
+    node.exchange, node.exchange_began = ExchangeProgress(key, 0), node.now
     node.count("exchanges")
     node.do(e.StartExchange(key, group.members, group.losses))
 
 
-def _target(node: Node) -> SetKey | None:
+def _target(node: NodeState) -> SetKey | None:
     kept = node.kept
     return SetKey(kept.target, kept.incarnation, kept.attempt) if kept.target is not None else None
 
 
-def free_parity(node: Node) -> None:
+def free_parity(node: NodeState) -> None:
     """A parity buffer is free if and only if it protects nothing that is retained."""
     kept = node.kept
     # Where nobody could say what protects the version that was restored, all that may do so stays.
@@ -41,21 +41,21 @@ def free_parity(node: Node) -> None:
             node.do(e.FreeParity(found.buffer_id))
 
 
-def placed(node: Node, event: e.ParityPlaced) -> None:
+def placed(node: NodeState, event: e.ParityPlaced) -> None:
     found = event.found
     running = node.exchange is not None and node.exchange.key == found.key
     node.sets[found.key] = found
     if running:
-        node.exchange = Exchange(found.key, event.moved_bytes)
+        node.exchange = ExchangeProgress(found.key, event.moved_bytes)
         node.exchange_s = node.now - node.exchange_began
         node.count("exchanged_bytes", event.moved_bytes)
         node.count("protected_versions")
 
 
-def moved(node: Node, event: e.ExchangeMoved) -> None:
+def moved(node: NodeState, event: e.ExchangeAdvanced) -> None:
     if node.exchange is None or node.exchange.key != event.key:
         return
-    node.exchange = Exchange(event.key, event.moved_bytes, event.problem)
+    node.exchange = ExchangeProgress(event.key, event.moved_bytes, event.problem)
     if event.problem:
         node.count("exchange_failures")
         node.log("warning", "an exchange failed", version=str(event.key.version), reason=event.problem)

@@ -12,14 +12,24 @@ from keepstep.errors import Error, IntegrityError, KeeperError, RecoveryError
 from keepstep.keeper.coordinator.messages import Failure, RestoreOrder
 from keepstep.keeper.node import events as e
 from keepstep.keeper.node import snapshots
-from keepstep.keeper.node.state import COMMITTED, CORRUPT, FREE, RESTORING, SEALED, SERVING, Member, Node, Place
-from keepstep.recovery.plan import OWN, REBUILD, Piece
+from keepstep.keeper.node.state import (
+    COMMITTED,
+    CORRUPT,
+    FREE,
+    RESTORING,
+    SEALED,
+    SERVING,
+    NodeState,
+    RegisteredTrainer,
+    SnapshotPlace,
+)
+from keepstep.recovery.plan import OWN, REBUILD, RankSource
 
 
-def forget(node: Node) -> None:
+def forget(node: NodeState) -> None:
     """A new incarnation: nothing is decided."""
     if node.bringing and node.decision is not None:
-        node.do(e.GiveUpBringing(node.decision.number))
+        node.do(e.CancelFetches(node.decision.number))
     node.decision, node.restored = None, 0
     node.verifying.clear()
     node.bringing.clear()
@@ -27,7 +37,7 @@ def forget(node: Node) -> None:
     node.failures.clear()
 
 
-def restore_wanted(node: Node, event: e.RestoreWanted) -> None:
+def restore_wanted(node: NodeState, event: e.RestoreWanted) -> None:
     if node.member_of(event.conn) is None:
         node.refuse(event.conn, event.ticket, KeeperError("register first"))
         return
@@ -35,14 +45,14 @@ def restore_wanted(node: Node, event: e.RestoreWanted) -> None:
     answer(node)
 
 
-def inventory_ready(node: Node) -> bool:
+def inventory_ready(node: NodeState) -> bool:
     """All that was committed is sealed, and whoever may hold what this keeper lost has spoken."""
     if any(s.state == COMMITTED for a in node.arenas.values() for s in a.slots):
         return False
     return not node.awaits_launcher(node.incarnation, [member.register for member in node.members.values()])
 
 
-def take_plan(node: Node, order: RestoreOrder) -> None:
+def take_plan(node: NodeState, order: RestoreOrder) -> None:
     """Bring in what the plan asks for; a plan with a higher number takes the place of one that failed."""
     if node.state != RESTORING:
         return
@@ -62,7 +72,7 @@ def take_plan(node: Node, order: RestoreOrder) -> None:
         answer(node)
 
 
-def _bring(node: Node, piece: Piece) -> None:
+def _bring(node: NodeState, piece: RankSource) -> None:
     assert node.decision is not None
     if piece.source == OWN:
         key = (piece.arena_id, piece.slot)
@@ -71,7 +81,7 @@ def _bring(node: Node, piece: Piece) -> None:
         if slot is None or slot.version != piece.version or slot.state != SEALED:
             _fail_here(node, piece, "it is damaged or gone")  # since the coordinator heard of it
             return
-        node.places[piece.rank] = Place(piece.arena_id, piece.slot, piece.size_bytes)
+        node.places[piece.rank] = SnapshotPlace(piece.arena_id, piece.slot, piece.size_bytes)
         if key not in node.verifying:
             node.verifying.add(key)
             node.do(e.VerifySlot(piece.arena_id, piece.slot, piece.version))
@@ -90,7 +100,7 @@ def _bring(node: Node, piece: Piece) -> None:
     generation = 1 + max((a.generation for a in node.arenas.values() if a.local_index == member.index), default=0)
     node.bringing.add(piece.rank)
     node.do(
-        e.BringIn(
+        e.FetchSnapshot(
             node.decision.number, piece, member.index, register.local_world_size, register.slots, generation,
             known.arena_id if known is not None and empty is not None else "", empty.index if empty is not None else 0,
             node.decision.holders,
@@ -98,20 +108,20 @@ def _bring(node: Node, piece: Piece) -> None:
     )  # fmt: skip
 
 
-def _is_here(node: Node, piece: Piece, member: Member) -> bool:
+def _is_here(node: NodeState, piece: RankSource, member: RegisteredTrainer) -> bool:
     """A plan before this one, or a keeper before this one, has brought it already: it is only checked again."""
     for arena in node.arenas.values():
         for slot in arena.slots:
             here = slot.state == SEALED and (slot.version, slot.rank) == (piece.version, piece.rank)
             if here and arena.local_index == member.index and not arena.evidence:
-                node.places[piece.rank] = Place(arena.arena_id, slot.index, slot.size_bytes)
+                node.places[piece.rank] = SnapshotPlace(arena.arena_id, slot.index, slot.size_bytes)
                 node.verifying.add((arena.arena_id, slot.index))
                 node.do(e.VerifySlot(arena.arena_id, slot.index, piece.version))
                 return True
     return False
 
 
-def brought_in(node: Node, event: e.BroughtIn) -> None:
+def brought_in(node: NodeState, event: e.SnapshotFetched) -> None:
     """What was asked for is here and verified, or why it is not."""
     if node.decision is None or event.plan != node.decision.number or event.rank not in node.bringing:
         return
@@ -125,22 +135,22 @@ def brought_in(node: Node, event: e.BroughtIn) -> None:
         slot.state, slot.version, slot.sealed_at = SEALED, sealed.version, node.now
         slot.rank, slot.world_size = sealed.rank, sealed.world_size
         slot.local_world_size, slot.size_bytes = sealed.local_world_size, sealed.size_bytes
-        node.places[event.rank] = Place(event.arena_id, event.slot, sealed.size_bytes)
+        node.places[event.rank] = SnapshotPlace(event.arena_id, event.slot, sealed.size_bytes)
         node.count("brought_in_bytes", sealed.size_bytes)
     _check_ready(node)
 
 
-def _fail_here(node: Node, piece: Piece, text: str) -> None:
+def _fail_here(node: NodeState, piece: RankSource, text: str) -> None:
     assert node.decision is not None
     _fail(node, Failure(node.decision.number, node.card.node_id, piece.rank, piece.version, False, text))
 
 
-def _fail(node: Node, failure: Failure) -> None:
+def _fail(node: NodeState, failure: Failure) -> None:
     node.failures.append(failure)
     node.log("warning", "a source failed", peer=failure.node_id, rank=failure.rank, reason=failure.text)
 
 
-def verified(node: Node, event: e.SlotVerified) -> None:
+def verified(node: NodeState, event: e.SlotVerified) -> None:
     key = (event.arena_id, event.slot)
     arena = node.arenas.get(event.arena_id)
     if event.problem and arena is not None:
@@ -159,13 +169,13 @@ def verified(node: Node, event: e.SlotVerified) -> None:
         _check_ready(node)
 
 
-def _failed_own(node: Node, rank: int, event: e.SlotVerified) -> None:
+def _failed_own(node: NodeState, rank: int, event: e.SlotVerified) -> None:
     if node.decision is not None and node.state == RESTORING:
         node.places.pop(rank, None)
         _fail(node, Failure(node.decision.number, node.card.node_id, rank, event.version, True, event.problem))
 
 
-def _check_ready(node: Node) -> None:
+def _check_ready(node: NodeState) -> None:
     decision = node.decision
     if decision is None or decision.failure or node.verifying or node.bringing:
         return
@@ -179,7 +189,7 @@ def _check_ready(node: Node) -> None:
             _begin(node)
 
 
-def _begin(node: Node) -> None:
+def _begin(node: NodeState) -> None:
     """All nodes are ready: this incarnation begins."""
     assert node.decision is not None
     node.state = SERVING
@@ -188,7 +198,7 @@ def _begin(node: Node) -> None:
     snapshots.advance(node)
 
 
-def answer(node: Node) -> None:
+def answer(node: NodeState) -> None:
     decision = node.decision
     if node.state != SERVING and not (decision is not None and decision.failure):
         return
@@ -204,7 +214,7 @@ def answer(node: Node) -> None:
             node.do(e.Send(request.conn, found, found.arena_id))
 
 
-def _answer_for(node: Node, member: Member, ticket: int) -> RestoreFrom | Error:
+def _answer_for(node: NodeState, member: RegisteredTrainer, ticket: int) -> RestoreFrom | Error:
     decision = node.decision
     if decision is None:  # this keeper took over a job that was training already
         return RecoveryError("the training has begun", hint="call restore() once, before the first take()")
@@ -237,7 +247,7 @@ def _answer_for(node: Node, member: Member, ticket: int) -> RestoreFrom | Error:
     )
 
 
-def loaded(node: Node, event: e.RankLoaded) -> None:
+def loaded(node: NodeState, event: e.RankLoaded) -> None:
     member = node.member_of(event.conn)
     if member is None:
         node.refuse(event.conn, event.ticket, KeeperError("register first"))
@@ -255,7 +265,7 @@ def loaded(node: Node, event: e.RankLoaded) -> None:
     snapshots.advance(node)
 
 
-def _refuse_other_versions(node: Node) -> None:
+def _refuse_other_versions(node: NodeState) -> None:
     """A rank may have loaded what a keeper before this one decided, and another rank what this one does."""
     if node.decision is None or node.state != SERVING:
         return
@@ -271,7 +281,7 @@ def _refuse_other_versions(node: Node) -> None:
             member.loaded = False
 
 
-def fail_loading(node: Node, error: Error) -> None:
+def fail_loading(node: NodeState, error: Error) -> None:
     for request in node.loaded_requests:
         node.refuse(request.conn, request.ticket, error)
     node.loaded_requests = []

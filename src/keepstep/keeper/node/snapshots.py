@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from keepstep.arena.records import Grant
 from keepstep.control.messages import Complete, Protected, Voided
-from keepstep.keeper.coordinator.messages import GrantOrder, Orders, Outcome
+from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, Orders
 from keepstep.keeper.node import events as e
-from keepstep.keeper.node.grants import OpenGrant
-from keepstep.keeper.node.state import COMMITTED, CORRUPT, FREE, GRANTED, SEALED, SERVING, Member, Node, Page, Slot
+from keepstep.keeper.node.grants import NodeGrant
+from keepstep.keeper.node.state import (
+    COMMITTED,
+    CORRUPT,
+    FREE,
+    GRANTED,
+    SEALED,
+    SERVING,
+    GrantPage,
+    NodeState,
+    RegisteredTrainer,
+    Slot,
+)
 from keepstep.types import Incarnation, Version
 
 # Of one rank, before all are back: it has at most so many grants open.
 MAX_EARLY = 4
 
 
-def committed(node: Node, event: e.SnapshotCommitted) -> None:
+def committed(node: NodeState, event: e.SnapshotCommitted) -> None:
     member = node.member_of(event.conn)
     arena = node.arenas.get(event.arena_id)
     if member is None or arena is None or not 0 <= event.slot < len(arena.slots):
@@ -41,7 +52,7 @@ def committed(node: Node, event: e.SnapshotCommitted) -> None:
     advance(node)
 
 
-def void(node: Node, event: e.GrantVoid) -> None:
+def void(node: NodeState, event: e.GrantVoid) -> None:
     member = node.member_of(event.conn)
     if member is None:
         return
@@ -56,7 +67,7 @@ def void(node: Node, event: e.GrantVoid) -> None:
     advance(node)
 
 
-def sealed(node: Node, event: e.SlotSealed) -> bool:
+def sealed(node: NodeState, event: e.SlotSealed) -> bool:
     """The work on a committed slot has ended. False when the slot is not waiting for it any more."""
     arena = node.arenas.get(event.arena_id)
     if arena is None or arena.slots[event.slot].state != COMMITTED:
@@ -83,7 +94,7 @@ def sealed(node: Node, event: e.SlotSealed) -> bool:
     return True
 
 
-def _too_early(node: Node, member: Member, event: e.SnapshotCommitted | e.GrantVoid) -> bool:
+def _too_early(node: NodeState, member: RegisteredTrainer, event: e.SnapshotCommitted | e.GrantVoid) -> bool:
     """A rank that came back first may speak of grants that are taken up only when all are back: keep its words."""
     own = node.last_grant.get(member.index)
     if own is None or own.grant.incarnation != node.incarnation or own.grant.serial <= node.grants.serial:
@@ -92,15 +103,15 @@ def _too_early(node: Node, member: Member, event: e.SnapshotCommitted | e.GrantV
     return True
 
 
-def advance(node: Node) -> None:
+def advance(node: NodeState) -> None:
     """Take up what a keeper before this one had granted, once all ranks are back."""
     if node.state == SERVING and node.opening is None and node.all_loaded():
         _resume(node)
 
 
-def settle(node: Node) -> list[tuple[OpenGrant, Outcome]]:
+def settle(node: NodeState) -> list[tuple[NodeGrant, GrantOutcome]]:
     """Close the grants that the coordinator has settled; their slots are free or hold what is retained."""
-    over: list[tuple[OpenGrant, Outcome]] = []
+    over: list[tuple[NodeGrant, GrantOutcome]] = []
     for outcome in node.kept.outcomes:
         node.settled = max(node.settled, outcome.serial)
         grant = node.grants.settle(outcome.serial)
@@ -114,7 +125,7 @@ def settle(node: Node) -> list[tuple[OpenGrant, Outcome]]:
     return over
 
 
-def hand_out(node: Node) -> bool:
+def hand_out(node: NodeState) -> bool:
     """Give the coordinator's next grant to all local ranks at once."""
     if not (node.opening is None and node.all_loaded()):
         return False
@@ -129,19 +140,19 @@ def hand_out(node: Node) -> bool:
     return bool(new)
 
 
-def has_room(node: Node) -> bool:
+def has_room(node: NodeState) -> bool:
     """Of a node whose ranks are all loaded."""
     return all(_free_slot(node, member) is not None for member in node.members.values())
 
 
-def _resume(node: Node) -> None:
+def _resume(node: NodeState) -> None:
     """After the keeper's own death: the grants that stand in the arenas."""
     known = max(node.grants.serial, node.settled)
-    standing: dict[int, dict[int, Page]] = {}
+    standing: dict[int, dict[int, GrantPage]] = {}
     for index, page in node.last_grant.items():
         for grant in page.grant.both:
             if grant.incarnation == node.incarnation and grant.serial > known:
-                standing.setdefault(grant.serial, {})[index] = Page(page.arena_id, grant)
+                standing.setdefault(grant.serial, {})[index] = GrantPage(page.arena_id, grant)
     for serial in sorted(standing):
         node.grants.serial = serial
         _take_up(node, standing[serial])
@@ -155,10 +166,10 @@ def _resume(node: Node) -> None:
             void(node, word)
 
 
-def _take_up(node: Node, standing: dict[int, Page]) -> None:
+def _take_up(node: NodeState, standing: dict[int, GrantPage]) -> None:
     """Whoever saw the grant may be writing under it: no slot in it is given out again before it is resolved."""
     one = next(iter(standing.values())).grant
-    grant = OpenGrant(one.serial, one.step, {}, {})
+    grant = NodeGrant(one.serial, one.step, {}, {})
     for index, member in node.members.items():
         page = standing.get(index)
         arena = node.arenas.get(member.arena_id)
@@ -185,7 +196,7 @@ def _take_up(node: Node, standing: dict[int, Page]) -> None:
         node.grants.open.append(grant)
 
 
-def _free(node: Node, arena_id: str, slot_index: int, *, keep: Version | None) -> None:
+def _free(node: NodeState, arena_id: str, slot_index: int, *, keep: Version | None) -> None:
     arena = node.arenas.get(arena_id)
     if arena is None:
         return
@@ -197,7 +208,7 @@ def _free(node: Node, arena_id: str, slot_index: int, *, keep: Version | None) -
         slot.state, slot.version = FREE, None
 
 
-def tell(node: Node, over: list[tuple[OpenGrant, Outcome]], before: Orders) -> None:
+def tell(node: NodeState, over: list[tuple[NodeGrant, GrantOutcome]], before: Orders) -> None:
     """Said after all else, so that a trainer that hears of a complete version finds its next grant in place."""
     final = node.kept.group is None
     for grant, outcome in over:
@@ -221,7 +232,7 @@ def tell(node: Node, over: list[tuple[OpenGrant, Outcome]], before: Orders) -> N
                 node.said_last.append(e.Send(member.conn, Protected(protected)))
 
 
-def _grant(node: Node, order: GrantOrder) -> None:
+def _grant(node: NodeState, order: GrantOrder) -> None:
     slots: dict[int, int] = {}
     arenas = {index: member.arena_id for index, member in node.members.items()}
     for index, member in node.members.items():
@@ -236,11 +247,11 @@ def _grant(node: Node, order: GrantOrder) -> None:
         slot = node.arenas[member.arena_id].slots[slot_index]
         slot.state, slot.version = GRANTED, None
         grant = Grant(node.incarnation, opened.step, opened.serial, slot_index, _before(node, index, opened))
-        node.last_grant[index] = Page(member.arena_id, grant)
+        node.last_grant[index] = GrantPage(member.arena_id, grant)
         node.do(e.WriteGrant(member.arena_id, grant))
 
 
-def _before(node: Node, index: int, opened: OpenGrant) -> Grant | None:
+def _before(node: NodeState, index: int, opened: NodeGrant) -> Grant | None:
     """The grant that this rank may still use or write under, if there is one: a keeper that comes after this one must
     know of it. There is one at most, or this one would not have been given. Else the last one that it has committed."""
     here = opened.arenas[index]
@@ -253,7 +264,7 @@ def _before(node: Node, index: int, opened: OpenGrant) -> Grant | None:
     return Grant(node.incarnation, last.step, last.serial, last.slots[index])
 
 
-def _free_slot(node: Node, member: Member) -> Slot | None:
+def _free_slot(node: NodeState, member: RegisteredTrainer) -> Slot | None:
     arena = node.arenas.get(member.arena_id)
     if arena is None or arena.evidence:
         return None
@@ -270,7 +281,7 @@ def _free_slot(node: Node, member: Member) -> Slot | None:
     return min(usable, key=lambda slot: (order[slot.state], slot.version or oldest), default=None)
 
 
-def drop_old_arenas(node: Node) -> None:
+def drop_old_arenas(node: NodeState) -> None:
     """An arena that was replaced goes when none of its versions is needed any more."""
     retain = node.retain
     for arena in list(node.arenas.values()):

@@ -11,8 +11,15 @@ from dataclasses import dataclass, field
 from keepstep.arena.records import Grant, Ledger
 from keepstep.control.messages import Membership, NodeCard, Refused, Register
 from keepstep.errors import Error
-from keepstep.keeper.coordinator.coordinator import Job
-from keepstep.keeper.coordinator.messages import Audit, AuditAnswer, Exchange, Failure, Orders, RestoreOrder
+from keepstep.keeper.coordinator.coordinator import Coordinator
+from keepstep.keeper.coordinator.messages import (
+    ExchangeProgress,
+    Failure,
+    Orders,
+    ReplicaAudit,
+    ReplicaAuditAnswer,
+    RestoreOrder,
+)
 from keepstep.keeper.node import events as e
 from keepstep.keeper.node.grants import Grants
 from keepstep.layout import SnapshotSize
@@ -70,7 +77,7 @@ class ArenaState:
 
 
 @dataclass(frozen=True)
-class Page:
+class GrantPage:
     """What lies in the grant page of an arena."""
 
     arena_id: str
@@ -78,7 +85,7 @@ class Page:
 
 
 @dataclass
-class Member:
+class RegisteredTrainer:
     """A trainer of the current incarnation."""
 
     conn: e.Conn
@@ -95,7 +102,7 @@ class Member:
 
 
 @dataclass
-class Opening:
+class OpeningIncarnation:
     """An incarnation that waits for the dead, and the registrations that wait for it."""
 
     incarnation: Incarnation
@@ -112,7 +119,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Place:
+class SnapshotPlace:
     """Where a rank's restored snapshot lies, verified."""
 
     arena_id: str
@@ -120,7 +127,7 @@ class Place:
     size_bytes: int
 
 
-class Node:
+class NodeState:
     """One node of one run."""
 
     def __init__(self, limits: Limits, card: NodeCard | None = None) -> None:
@@ -129,9 +136,9 @@ class Node:
         self.state = WAITING
         self.incarnation = Incarnation(0, 0)
         self.label = ""
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, RegisteredTrainer] = {}
         self.arenas: dict[str, ArenaState] = {}
-        self.opening: Opening | None = None
+        self.opening: OpeningIncarnation | None = None
         self.launchers: set[int] = set()
         self.strangers: dict[int, Incarnation] = {}
         """living trainers by pid that this keeper knows only from the arenas it adopted"""
@@ -146,7 +153,7 @@ class Node:
         """a launcher has given back what it held, if anything: from then on this keeper has all that is left"""
         self.lease_since: float | None = None
         self.orphaned_since: float | None = None
-        self.last_grant: dict[int, Page] = {}
+        self.last_grant: dict[int, GrantPage] = {}
         self.counters: dict[str, float] = {}
         self.problems: list[str] = []
         self.progress: dict[int, int] = {}
@@ -165,7 +172,7 @@ class Node:
         self.kept = Orders(Incarnation(0, 0), 0, 0)
         """the last ones that say what is kept: those of a life that has not begun say nothing yet"""
         self.settled = 0
-        self.job: Job | None = None
+        self.job: Coordinator | None = None
         """this keeper coordinates the incarnation"""
         # Peers
         self.membership: Membership | None = None
@@ -187,22 +194,22 @@ class Node:
         self.verifying: set[tuple[str, int]] = set()
         self.bringing: set[int] = set()
         """ranks whose bytes are being fetched or rebuilt"""
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, SnapshotPlace] = {}
         self.restored = 0
         self.failures: list[Failure] = []
         # Protecting
         self.sets: dict[SetKey, ParitySet] = {}
-        self.exchange: Exchange | None = None
+        self.exchange: ExchangeProgress | None = None
         self.exchange_began = 0.0
         self.exchange_s: float | None = None
         """how long this node's last finished exchange took"""
-        self.audit: tuple[Audit, AuditAnswer] | None = None
+        self.audit: tuple[ReplicaAudit, ReplicaAuditAnswer] | None = None
 
     @property
     def retain(self) -> set[Version]:
         return self.kept.retain
 
-    def member_of(self, conn: e.Conn) -> Member | None:
+    def member_of(self, conn: e.Conn) -> RegisteredTrainer | None:
         return next((member for member in self.members.values() if member.conn == conn), None)
 
     def rank_of(self, index: int) -> int:

@@ -17,14 +17,14 @@ from keepstep.keeper.node.state import (
     RESTORING,
     SERVING,
     WAITING,
-    Member,
-    Node,
-    Opening,
+    NodeState,
+    OpeningIncarnation,
+    RegisteredTrainer,
 )  # fmt: skip
 from keepstep.types import Incarnation
 
 
-def register(node: Node, event: e.TrainerRegisters) -> None:
+def register(node: NodeState, event: e.TrainerRegisters) -> None:
     problem = _registration_problem(node, event)
     if problem:
         node.refuse(event.conn, event.register.ticket, problem)
@@ -44,7 +44,7 @@ def register(node: Node, event: e.TrainerRegisters) -> None:
         _open(node, wanted, event)
 
 
-def _registration_problem(node: Node, event: e.TrainerRegisters) -> Error | None:
+def _registration_problem(node: NodeState, event: e.TrainerRegisters) -> Error | None:
     register = event.register
     if not event.alive:
         return KeeperError("the registering process is already dead")
@@ -57,7 +57,7 @@ def _registration_problem(node: Node, event: e.TrainerRegisters) -> Error | None
     return _wrong_life(node, event) or _wrong_place(node, event) or _other_settings(node, register)
 
 
-def _wrong_life(node: Node, event: e.TrainerRegisters) -> Error | None:
+def _wrong_life(node: NodeState, event: e.TrainerRegisters) -> Error | None:
     wanted = event.register.incarnation
     if wanted is None:
         return None
@@ -72,7 +72,7 @@ def _wrong_life(node: Node, event: e.TrainerRegisters) -> Error | None:
     return None
 
 
-def _wrong_place(node: Node, event: e.TrainerRegisters) -> Error | None:
+def _wrong_place(node: NodeState, event: e.TrainerRegisters) -> Error | None:
     register = event.register
     known = node.members.get(register.local_index)
     same_life = register.incarnation == node.incarnation and node.opening is None
@@ -91,7 +91,7 @@ def _wrong_place(node: Node, event: e.TrainerRegisters) -> Error | None:
     return None
 
 
-def _other_settings(node: Node, register: Register) -> Error | None:
+def _other_settings(node: NodeState, register: Register) -> Error | None:
     others = [m for m in node.members.values() if m.index != register.local_index]
     if register.incarnation != node.incarnation or node.opening is not None or not others:
         return None
@@ -106,7 +106,7 @@ def _other_settings(node: Node, register: Register) -> Error | None:
     return None
 
 
-def _rival(node: Node, event: e.TrainerRegisters) -> Member | None:
+def _rival(node: NodeState, event: e.TrainerRegisters) -> RegisteredTrainer | None:
     """A living trainer in the same place, under another living launcher: two jobs with one run id."""
     known = node.members.get(event.register.local_index)
     if known is None or not known.alive or known.finished is not None or known.pid == event.pid:
@@ -115,7 +115,7 @@ def _rival(node: Node, event: e.TrainerRegisters) -> Member | None:
     return known if launcher in node.launchers and launcher != event.register.launcher_pid else None
 
 
-def _incarnation_of(node: Node, event: e.TrainerRegisters) -> Incarnation:
+def _incarnation_of(node: NodeState, event: e.TrainerRegisters) -> Incarnation:
     register = event.register
     if register.incarnation is not None:
         return register.incarnation
@@ -129,12 +129,12 @@ def _incarnation_of(node: Node, event: e.TrainerRegisters) -> Incarnation:
     return Incarnation(node.largest_number + 1, event.nonce)
 
 
-def _open(node: Node, incarnation: Incarnation, event: e.TrainerRegisters) -> None:
+def _open(node: NodeState, incarnation: Incarnation, event: e.TrainerRegisters) -> None:
     """Begin the fence: nothing of the new incarnation happens before the old trainers are dead."""
     stale = node.opening.waiting if node.opening else []
     for waiting in stale:
         node.refuse(waiting.conn, waiting.register.ticket, KeeperError("a newer incarnation has begun"))
-    node.opening = Opening(incarnation, event.register.label, node.now + node.limits.fence_s, [event])
+    node.opening = OpeningIncarnation(incarnation, event.register.label, node.now + node.limits.fence_s, [event])
     node.state = FENCING
     for member in node.members.values():
         if member.alive and member.finished is None and member.pid != event.pid:
@@ -149,7 +149,7 @@ def _open(node: Node, incarnation: Incarnation, event: e.TrainerRegisters) -> No
     try_open(node)
 
 
-def try_open(node: Node) -> None:
+def try_open(node: NodeState) -> None:
     if node.opening is None:
         return
     if node.awaits_launcher(node.opening.incarnation, [event.register for event in node.opening.waiting]):
@@ -170,7 +170,7 @@ def try_open(node: Node) -> None:
         died(node, e.ProcessDied(pid))
 
 
-def _begin_life(node: Node, opening: Opening) -> None:
+def _begin_life(node: NodeState, opening: OpeningIncarnation) -> None:
     node.incarnation, node.label = opening.incarnation, opening.label
     for request in node.restore_requests:
         node.refuse(request.conn, request.ticket, KeeperError("a newer incarnation has begun"))
@@ -184,7 +184,7 @@ def _begin_life(node: Node, opening: Opening) -> None:
     _reclaim_slots(node)
 
 
-def stranger_found(node: Node, pid: int, life: Incarnation) -> None:
+def stranger_found(node: NodeState, pid: int, life: Incarnation) -> None:
     """A living trainer that this keeper knows only from the memory it writes. One of an older life is fenced."""
     opening = node.opening
     if opening is None or life.number >= opening.incarnation.number:
@@ -195,7 +195,7 @@ def stranger_found(node: Node, pid: int, life: Incarnation) -> None:
         node.do(e.Kill(pid, f"incarnation {opening.incarnation.number} begins"))
 
 
-def _abandon_arenas(node: Node) -> None:
+def _abandon_arenas(node: NodeState) -> None:
     stuck = {member.index for member in node.members.values() if member.pid in node.zombies}
     for arena in node.arenas.values():
         if arena.local_index in stuck or arena.writer_pid in node.zombies:
@@ -204,7 +204,7 @@ def _abandon_arenas(node: Node) -> None:
     node.zombies.clear()
 
 
-def _reclaim_slots(node: Node) -> None:
+def _reclaim_slots(node: NodeState) -> None:
     """Granted and half-written slots are nobody's any more. Committed ones are sealed before a decision."""
     for arena in node.arenas.values():
         for slot in arena.slots:
@@ -215,9 +215,9 @@ def _reclaim_slots(node: Node) -> None:
                 slot.state = COMMITTED
 
 
-def _join(node: Node, event: e.TrainerRegisters) -> None:
+def _join(node: NodeState, event: e.TrainerRegisters) -> None:
     register = event.register
-    member = Member(event.conn, event.pid, register)
+    member = RegisteredTrainer(event.conn, event.pid, register)
     known = node.members.get(register.local_index)
     if known is not None and known.pid == event.pid:
         member.loaded, member.arena_id = known.loaded, known.arena_id
@@ -237,14 +237,14 @@ def _join(node: Node, event: e.TrainerRegisters) -> None:
         node.state = RESTORING
 
 
-def launcher_seen(node: Node, event: e.LauncherSeen) -> None:
+def launcher_seen(node: NodeState, event: e.LauncherSeen) -> None:
     if event.alive:
         node.launchers.add(event.pid)
     node.launcher_reported = True
     try_open(node)
 
 
-def died(node: Node, event: e.ProcessDied) -> None:
+def died(node: NodeState, event: e.ProcessDied) -> None:
     node.launchers.discard(event.pid)
     node.zombies.discard(event.pid)
     node.strangers.pop(event.pid, None)
@@ -261,7 +261,7 @@ def died(node: Node, event: e.ProcessDied) -> None:
     snapshots.advance(node)
 
 
-def leaves(node: Node, event: e.TrainerLeaves) -> None:
+def leaves(node: NodeState, event: e.TrainerLeaves) -> None:
     member = node.member_of(event.conn)
     if member is None:
         return
@@ -269,7 +269,7 @@ def leaves(node: Node, event: e.TrainerLeaves) -> None:
     node.grants.withdraw(member.index, member.register.rank, "its trainer ended")
 
 
-def watch_orphans(node: Node) -> None:
+def watch_orphans(node: NodeState) -> None:
     """Trainers whose launcher has died may run on for a while, not for ever."""
     orphans = [m for m in node.members.values() if m.alive and m.register.launcher_pid]
     lost = [m for m in orphans if m.register.launcher_pid not in node.launchers]

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from keepstep.control.messages import PlanIs, PlannedPiece
 from keepstep.errors import KeeperError
-from keepstep.keeper.coordinator.coordinator import Job
+from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import Report
 from keepstep.keeper.coordinator.state import SERVING
-from keepstep.keeper.node.state import Node
+from keepstep.keeper.node.state import NodeState
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet
-from keepstep.recovery.plan import OWN, PEER, Piece, Plan, plan
+from keepstep.recovery.plan import OWN, PEER, Plan, RankSource, plan
 
 MAX_LOST = 4096
 
 
-def forecast(node: Node, lost: Sequence[str]) -> PlanIs:
+def forecast(node: NodeState, lost: Sequence[str]) -> PlanIs:
     """Raises KeeperError where this keeper cannot know, or a name means no node."""
     job = _coordinated(node)
     reports = {node_id: view.report for node_id, view in job.views.items() if view.report is not None}
@@ -44,7 +44,7 @@ def forecast(node: Node, lost: Sequence[str]) -> PlanIs:
     return PlanIs(made.version.step, newest, list(_pieces(made, reports)), reasons)
 
 
-def _coordinated(node: Node) -> Job:
+def _coordinated(node: NodeState) -> Coordinator:
     membership = node.membership
     if node.job is None and membership is not None and membership.nodes[0].node_id != node.card.node_id:
         other = membership.nodes[0].node_id
@@ -68,7 +68,7 @@ def _check_names(lost: Sequence[str], known: Mapping[str, Report]) -> None:
 # What would be left
 
 
-def _inventory(node: Node, job: Job, reports: Mapping[str, Report], report: Report) -> Inventory:
+def _inventory(node: NodeState, job: Coordinator, reports: Mapping[str, Report], report: Report) -> Inventory:
     orders = job.orders
     held = sorted(orders.retain - set(report.damaged))
     holdings = tuple(
@@ -80,7 +80,7 @@ def _inventory(node: Node, job: Job, reports: Mapping[str, Report], report: Repo
     return Inventory(holdings, orders.complete, (), sets, orders.protected)
 
 
-def _sets(node: Node, job: Job, reports: Mapping[str, Report], node_id: str) -> Iterator[ParitySet]:
+def _sets(node: NodeState, job: Coordinator, reports: Mapping[str, Report], node_id: str) -> Iterator[ParitySet]:
     """The parity sets that this node may hold: of its group now, and of the coordinator's group before."""
     group = job.groups.get(node_id)
     for key in reports[node_id].placed:
@@ -108,7 +108,7 @@ def _pieces(made: Plan, reports: Mapping[str, Report]) -> Iterator[PlannedPiece]
             yield PlannedPiece(ranks, node_id, source, reason)
 
 
-def _reason(piece: Piece, node_id: str) -> str:
+def _reason(piece: RankSource, node_id: str) -> str:
     if piece.source == OWN:
         return "held on the node itself"
     if piece.source == PEER or piece.rebuild is None:

@@ -18,10 +18,10 @@ from keepstep.arena import manifest as manifests
 from keepstep.arena.chunks import LAYOUT, UNIQUE, VALUES, Chunk, chunk_spans, read_table, region_spans
 from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot
 from keepstep.errors import Error, IntegrityError
-from keepstep.keeper.workers.layout_index import Holdings, KnownHoldings, decode_layout
+from keepstep.keeper.workers.layout_index import LayoutIndex, LayoutIndexCache, decode_layout
 from keepstep.layout import Layout, num_chunks
 from keepstep.parity.parity_buffer import META as META_AT
-from keepstep.parity.parity_buffer import HeldParity
+from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.recovery.inventory import SetKey
 from keepstep.recovery.plan import Rebuild
 from keepstep.transport.interface import Body, Refusal
@@ -32,7 +32,7 @@ MANIFEST, DATA, PARITY, META = "manifest", "data", "parity", "meta"
 STREAM, STOCK, CHECK, REBUILT = "stream", "stock", "check", "rebuilt"
 
 
-class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
+class ChunkRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a peer asks for."""
 
     kind: str
@@ -50,7 +50,7 @@ class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
         return _encoder.encode(self)
 
 
-class Stocked(msgspec.Struct, frozen=True, array_like=True):
+class HeldReplicas(msgspec.Struct, frozen=True, array_like=True):
     """What a slot holds of a replica class."""
 
     class_id: str
@@ -61,12 +61,12 @@ class Stocked(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Wanted)
-_known = KnownHoldings()
+_decoder = msgspec.msgpack.Decoder(ChunkRequest)
+_known = LayoutIndexCache()
 
 
 @dataclass
-class Book:
+class SealedSnapshot:
     """A sealed slot, opened for reading."""
 
     arena: Arena
@@ -76,7 +76,7 @@ class Book:
     # Not `cached_property`: on Python 3.11 one lock would be held for all books while one of them reads its layout.
     _chunks: list[Chunk] | None = field(default=None, init=False)
     _first_shared: int = field(default=-1, init=False)
-    _holdings: Holdings | None = field(default=None, init=False)
+    _holdings: LayoutIndex | None = field(default=None, init=False)
 
     def is_current(self) -> bool:
         """Whether the slot has not been written again since."""
@@ -106,7 +106,7 @@ class Book:
         return self._first_shared
 
     @property
-    def holdings(self) -> Holdings:
+    def holdings(self) -> LayoutIndex:
         if self._holdings is None:
             self._holdings = _known.of(self.sealed.trainer, self._read_layout)
         return self._holdings
@@ -129,15 +129,15 @@ class Book:
         return None if number is None else self.first_shared + number
 
 
-def open_book(arena: Arena, slot: int, sealed: SealedSlot | None = None) -> Book:
+def open_book(arena: Arena, slot: int, sealed: SealedSlot | None = None) -> SealedSnapshot:
     """As it was `sealed`, or is now. Raises when the slot is not sealed, or not any more."""
     sealed = sealed or arena.sealed(slot)
     if sealed is None:
         raise IntegrityError(f"slot {slot} is not sealed any more")
-    return Book(arena, slot, sealed, read_table(arena, slot, sealed))
+    return SealedSnapshot(arena, slot, sealed, read_table(arena, slot, sealed))
 
 
-class Shelf:
+class ChunkStore:
     """Arenas and parity of this node by what they hold. Thread-safe."""
 
     def __init__(self, node_id: str, damaged: Callable[[str, int, Version, str], None]) -> None:
@@ -146,8 +146,8 @@ class Shelf:
         self._damaged = damaged
         self._lock = threading.Lock()
         self._arenas: dict[str, Arena] = {}
-        self._parity: dict[str, HeldParity] = {}
-        self._books: dict[tuple[Version, int], Book] = {}
+        self._parity: dict[str, ParityBuffer] = {}
+        self._books: dict[tuple[Version, int], SealedSnapshot] = {}
 
     def put(self, arena: Arena) -> None:
         with self._lock:
@@ -158,7 +158,7 @@ class Shelf:
             self._arenas.pop(arena_id, None)
             self._books = {key: b for key, b in self._books.items() if b.arena.arena_id != arena_id}
 
-    def put_parity(self, parity: HeldParity) -> None:
+    def put_parity(self, parity: ParityBuffer) -> None:
         with self._lock:
             self._parity[parity.buffer_id] = parity
 
@@ -180,7 +180,7 @@ class Shelf:
         except (OSError, Error) as error:
             raise Refusal(str(error)) from error
 
-    rebuilt: Callable[[Wanted], Body] = staticmethod(lambda wanted: _cannot_rebuild())
+    rebuilt: Callable[[ChunkRequest], Body] = staticmethod(lambda wanted: _cannot_rebuild())
     """set by the network: decodes a chunk that a peer has lost"""
 
     def meta(self, key: SetKey) -> bytes:
@@ -196,7 +196,7 @@ class Shelf:
             raise IntegrityError(f"the manifests beside the parity on {self._node_id} are damaged")
         return data
 
-    def _serve(self, wanted: Wanted) -> Body:
+    def _serve(self, wanted: ChunkRequest) -> Body:
         if wanted.kind == META and wanted.key is not None:
             return Body.of_bytes(self._meta(wanted.key))
         if wanted.kind == PARITY and wanted.key is not None:
@@ -235,11 +235,11 @@ class Shelf:
         with self._lock:
             return self.manifest(version)
 
-    def book(self, version: Version, rank: int) -> Book:
+    def book(self, version: Version, rank: int) -> SealedSnapshot:
         with self._lock:
             return self._book(version, rank)
 
-    def _held(self, key: SetKey) -> HeldParity:
+    def _held(self, key: SetKey) -> ParityBuffer:
         for held in self._parity.values():
             header = held.header
             if header is None or not held.placed:
@@ -248,7 +248,7 @@ class Shelf:
                 return held
         raise Refusal(f"{self._node_id} holds no parity of {key.version}")
 
-    def _book(self, version: Version, rank: int) -> Book:
+    def _book(self, version: Version, rank: int) -> SealedSnapshot:
         book = self._books.get((version, rank))
         if book is not None and book.is_current():
             return book
@@ -263,7 +263,7 @@ class Shelf:
                     return book
         raise Refusal(f"{self._node_id} holds no sealed snapshot of rank {rank} at {version}")
 
-    def _stream(self, wanted: Wanted) -> Body:
+    def _stream(self, wanted: ChunkRequest) -> Body:
         assert wanted.version is not None
         # Books that are open already come first: to look at all slots takes ten times longer.
         opened = [book for (version, _), book in self._books.items() if version == wanted.version]
@@ -277,9 +277,9 @@ class Shelf:
                 return book.body(number)
         raise Refusal(f"{self._node_id} does not hold that of class {wanted.class_id[:8]} at {wanted.version}")
 
-    def _stock(self, version: Version) -> list[Stocked]:
+    def _stock(self, version: Version) -> list[HeldReplicas]:
         return [
-            Stocked(
+            HeldReplicas(
                 stream.class_id,
                 [(one.chunk, one.size_bytes) for one in stream.stored() if one.chunk >= 0],
                 [(one.row, one.code_row) for one in stream.stored() if one.chunk < 0],
@@ -288,7 +288,7 @@ class Shelf:
             for stream in book.holdings.streams
         ]
 
-    def _books_of(self, version: Version) -> Iterator[Book]:
+    def _books_of(self, version: Version) -> Iterator[SealedSnapshot]:
         """One for each rank, opened as they are asked for."""
         found = set[int]()
         for arena in self._arenas.values():

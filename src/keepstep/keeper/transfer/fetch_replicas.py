@@ -15,25 +15,33 @@ from dataclasses import dataclass, field
 import msgspec
 
 from keepstep.arena.manifest import MAX_MANIFEST_BYTES
-from keepstep.arena.memfd import Segment
+from keepstep.arena.memfd import Memfd
 from keepstep.errors import KeeperError
-from keepstep.keeper.transfer.chunk_store import STOCK, STREAM, Stocked, Wanted
-from keepstep.keeper.transfer.reach import Reach
-from keepstep.keeper.transfer.stripe_reads import ASKING, RECOVERING, Row, Rows, Source, SourceFailedError, fetch_bytes
-from keepstep.layout import CHUNK_BYTES, SHARE, Stream, align
+from keepstep.keeper.transfer.chunk_store import STOCK, STREAM, ChunkRequest, HeldReplicas
+from keepstep.keeper.transfer.reach import ChunkClient
+from keepstep.keeper.transfer.stripe_reads import (
+    ASKING,
+    RECOVERING,
+    ChunkSource,
+    SourceFailedError,
+    StripeRead,
+    StripeReader,
+    fetch_bytes,
+)
+from keepstep.layout import CHUNK_BYTES, SHARE, ReplicaSet, align
 from keepstep.parity.code import Code
 from keepstep.parity.placement import ShareMap
 from keepstep.types import Version
 
-_decoder = msgspec.msgpack.Decoder(list[Stocked])
+_decoder = msgspec.msgpack.Decoder(list[HeldReplicas])
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ChunkRecipe:
     """How one piece of a stripe row is made: from k others, or simply fetched."""
 
-    sources: list[Source]
-    stream: Stream
+    sources: list[ChunkSource]
+    stream: ReplicaSet
     chunk: int = -1
     parity: tuple[int, int] | None = None
     zeros: list[int] = field(default_factory=list)
@@ -64,50 +72,58 @@ class Recipe:
         code.encode(self.parity[1], data, out)
 
 
-class Stock:
+class ReplicaIndex:
     """What the nodes that can be reached hold of the replicated state of a version."""
 
     def __init__(
-        self, reach: Reach, version: Version, holders: Iterable[str], *, timeout_s: float, stopped: threading.Event
+        self,
+        reach: ChunkClient,
+        version: Version,
+        holders: Iterable[str],
+        *,
+        timeout_s: float,
+        stopped: threading.Event,
     ) -> None:
         self._version = version
         self._data: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
         self._parity: dict[tuple[str, int, int], str] = {}
-        request = Wanted(STOCK, version).encode()
+        request = ChunkRequest(STOCK, version).encode()
         for node_id in holders:
             try:
-                source = Source(node_id, request, MAX_MANIFEST_BYTES, None)
+                source = ChunkSource(node_id, request, MAX_MANIFEST_BYTES, None)
                 raw = fetch_bytes(reach, ASKING, source, timeout_s=timeout_s, stopped=stopped)
                 self._take(node_id, _decoder.decode(raw))
             except (SourceFailedError, msgspec.DecodeError):
                 continue  # what only it had is decoded, or missing: then the chunk that needs it says so
 
-    def _take(self, node_id: str, found: list[Stocked]) -> None:
+    def _take(self, node_id: str, found: list[HeldReplicas]) -> None:
         for one in found:
             for chunk, size in one.chunks:
                 self._data[one.class_id, chunk].append((node_id, size))
             for row, code_row in one.parity:
                 self._parity[one.class_id, row, code_row] = node_id
 
-    def chunk(self, stream: Stream, chunk: int, *, rank: int = -1) -> Recipe:
+    def chunk(self, stream: ReplicaSet, chunk: int, *, rank: int = -1) -> ChunkRecipe:
         """How a data chunk is had."""
         held = self._data.get((stream.class_id, chunk))
         if held:
-            return Recipe([self._source(stream, chunk, held, 0, rank)], stream, chunk, fetched=True)
+            return ChunkRecipe([self._source(stream, chunk, held, 0, rank)], stream, chunk, fetched=True)
         sources, zeros = self._pieces(stream, chunk // (stream.n - stream.m), rank)
-        return Recipe(sources, stream, chunk, None, zeros)
+        return ChunkRecipe(sources, stream, chunk, None, zeros)
 
-    def parity(self, stream: Stream, row: int, code_row: int, *, rank: int = -1) -> Recipe:
+    def parity(self, stream: ReplicaSet, row: int, code_row: int, *, rank: int = -1) -> ChunkRecipe:
         """How a parity chunk is made again."""
         sources, zeros = self._pieces(stream, row, rank)
-        return Recipe(sources, stream, -1, (row, code_row), zeros)
+        return ChunkRecipe(sources, stream, -1, (row, code_row), zeros)
 
-    def _source(self, stream: Stream, chunk: int, held: list[tuple[str, int]], index: int, rank: int) -> Source:
+    def _source(
+        self, stream: ReplicaSet, chunk: int, held: list[tuple[str, int]], index: int, rank: int
+    ) -> ChunkSource:
         node_id, size = held[chunk % len(held)]  # in turn: each node sends its part
-        request = Wanted(STREAM, self._version, chunk=chunk, class_id=stream.class_id).encode()
-        return Source(node_id, request, size, None, index, rank)
+        request = ChunkRequest(STREAM, self._version, chunk=chunk, class_id=stream.class_id).encode()
+        return ChunkSource(node_id, request, size, None, index, rank)
 
-    def _pieces(self, stream: Stream, row: int, rank: int) -> tuple[list[Source], list[int]]:
+    def _pieces(self, stream: ReplicaSet, row: int, rank: int) -> tuple[list[ChunkSource], list[int]]:
         """k pieces of a stripe row that are still there."""
         k = stream.n - stream.m
         if stream.mode != SHARE:
@@ -122,8 +138,10 @@ class Stock:
         for code_row in range(stream.m):
             node_id = self._parity.get((stream.class_id, row, code_row))
             if node_id and len(sources) + len(zeros) < k:
-                request = Wanted(STREAM, self._version, class_id=stream.class_id, stripe=row, row=code_row).encode()
-                sources.append(Source(node_id, request, CHUNK_BYTES, None, k + code_row, rank))
+                request = ChunkRequest(
+                    STREAM, self._version, class_id=stream.class_id, stripe=row, row=code_row
+                ).encode()
+                sources.append(ChunkSource(node_id, request, CHUNK_BYTES, None, k + code_row, rank))
         if len(sources) + len(zeros) < k:
             left = len(sources) + len(zeros)
             raise KeeperError(
@@ -133,45 +151,45 @@ class Stock:
 
 
 @dataclass
-class Gathered:
+class FetchedReplicas:
     """Chunks that this node does not store, for as long as its ranks restore."""
 
-    segment: Segment
+    segment: Memfd
     places: dict[tuple[str, int], int]
     """(class, chunk) -> offset"""
 
 
 def gather(
-    reach: Reach,
+    reach: ChunkClient,
     version: Version,
     holders: Iterable[str],
-    missing: list[tuple[Stream, int]],
+    missing: list[tuple[ReplicaSet, int]],
     *,
     window_bytes: int,
     timeout_s: float,
     stopped: threading.Event,
-) -> Gathered:
+) -> FetchedReplicas:
     """Bring the missing chunks of streams into a memfd of their own. Raises SourceFailedError or KeeperError."""
-    stock = Stock(reach, version, holders, timeout_s=timeout_s, stopped=stopped)
+    stock = ReplicaIndex(reach, version, holders, timeout_s=timeout_s, stopped=stopped)
     places: dict[tuple[str, int], int] = {}
     end = 0
     for stream, chunk in missing:
         places[stream.class_id, chunk] = end
         end += align(stream.chunk_bytes(chunk), 4096)
-    segment = Segment.create(max(end, 4096))
+    segment = Memfd.create(max(end, 4096))
     out = memoryview(bytearray(CHUNK_BYTES))
 
-    def finish(row: Row) -> None:
-        recipe: Recipe = row.purpose
+    def finish(row: StripeRead) -> None:
+        recipe: ChunkRecipe = row.purpose
         size = recipe.stream.chunk_bytes(recipe.chunk)
         recipe.make(row.buffers, out[:size])
         segment.write_from(places[recipe.stream.class_id, recipe.chunk], out[:size])
 
-    rows = Rows(reach, RECOVERING, window_bytes=window_bytes, timeout_s=timeout_s, stopped=stopped)
+    rows = StripeReader(reach, RECOVERING, window_bytes=window_bytes, timeout_s=timeout_s, stopped=stopped)
     try:
         recipes = (stock.chunk(stream, chunk) for stream, chunk in missing)
-        rows.run((Row(recipe.sources, recipe) for recipe in recipes), finish)
+        rows.run((StripeRead(recipe.sources, recipe) for recipe in recipes), finish)
     except BaseException:
         segment.close()
         raise
-    return Gathered(segment, places)
+    return FetchedReplicas(segment, places)

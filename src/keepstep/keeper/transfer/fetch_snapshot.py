@@ -28,23 +28,23 @@ from keepstep.arena.slots import DIGEST_BYTES, Arena, trainer_digest
 from keepstep.errors import Error, IntegrityError
 from keepstep.keeper.coordinator.messages import Failure
 from keepstep.keeper.node import events as e
-from keepstep.keeper.transfer.chunk_store import DATA, MANIFEST, META, Wanted
-from keepstep.keeper.transfer.fetch_replicas import Stock
-from keepstep.keeper.transfer.reach import Reach
-from keepstep.keeper.transfer.rebuild import Lost, Stripes, ask
+from keepstep.keeper.transfer.chunk_store import DATA, MANIFEST, META, ChunkRequest
+from keepstep.keeper.transfer.fetch_replicas import ReplicaIndex
+from keepstep.keeper.transfer.reach import ChunkClient
+from keepstep.keeper.transfer.rebuild import GroupStripes, LostChunk, ask
 from keepstep.keeper.transfer.stripe_reads import (
     ASKING,
     RECOVERING,
-    Row,
-    Rows,
-    Source,
+    ChunkSource,
     SourceFailedError,
     StoppedError,
+    StripeRead,
+    StripeReader,
     fetch_bytes,
 )  # fmt: skip
 from keepstep.layout import CHUNK_BYTES
-from keepstep.parity.parity_buffer import Meta
-from keepstep.recovery.plan import Piece
+from keepstep.parity.parity_buffer import ParityGroup
+from keepstep.recovery.plan import RankSource
 from keepstep.transport.interface import FetchError
 
 log = logging.getLogger("keepstep.keeper")
@@ -54,21 +54,21 @@ MakeArena = Callable[[RankManifest], tuple[Arena, Future[None]]]
 RESERVE_S = 600.0
 
 
-class Bringing:
+class SnapshotFetch:
     """One rank's snapshot on its way. `done` is called from its thread, with the arena if a new one was made."""
 
     def __init__(
         self,
-        effect: e.BringIn,
+        effect: e.FetchSnapshot,
         *,
         node_id: str,
-        peers: Reach,
+        peers: ChunkClient,
         arena: Arena | None,
         make: MakeArena,
         window_bytes: int,
         timeout_s: float,
-        done: Callable[[e.BroughtIn, Arena | None], None],
-        after: Sequence[Bringing] = (),
+        done: Callable[[e.SnapshotFetched, Arena | None], None],
+        after: Sequence[SnapshotFetch] = (),
     ) -> None:
         """`arena`: where it goes if it fits. `after`: given up, and may still write there for a moment."""
         self._effect, self._node_id, self._peers = effect, node_id, peers
@@ -102,7 +102,7 @@ class Bringing:
             sealed = self._fill(arena, slot, piece, found, manifest)
             if reserved is not None:
                 reserved.result(RESERVE_S)
-            self._done(e.BroughtIn(self.plan, piece.rank, arena.arena_id, slot, sealed), made)
+            self._done(e.SnapshotFetched(self.plan, piece.rank, arena.arena_id, slot, sealed), made)
             return
         except StoppedError:
             failures: tuple[Failure, ...] = ()
@@ -120,15 +120,15 @@ class Bringing:
             if reserved is not None:
                 reserved.cancel()
             made.close()
-        self._done(e.BroughtIn(self.plan, piece.rank, "", 0, None, failures), None)
+        self._done(e.SnapshotFetched(self.plan, piece.rank, "", 0, None, failures), None)
 
     # What is known of the snapshot
 
-    def _manifest(self, piece: Piece) -> tuple[list[NodeManifest], RankManifest]:
+    def _manifest(self, piece: RankSource) -> tuple[list[NodeManifest], RankManifest]:
         """The manifests of its group (of its node alone, when it is simply fetched), and its own."""
         if piece.rebuild is None:
-            source = Source(
-                piece.node_id, Wanted(MANIFEST, piece.version).encode(), MAX_MANIFEST_BYTES, None, 0, piece.rank
+            source = ChunkSource(
+                piece.node_id, ChunkRequest(MANIFEST, piece.version).encode(), MAX_MANIFEST_BYTES, None, 0, piece.rank
             )
             with _blamed(source):
                 found = [manifests.decode(self._bytes(source), piece.version)]
@@ -137,10 +137,10 @@ class Bringing:
         last: SourceFailedError | None = None
         for node_id in rebuild.parity:
             if node_id:
-                source = Source(node_id, Wanted(META, key=rebuild.key).encode(), MAX_MANIFEST_BYTES, None)
+                source = ChunkSource(node_id, ChunkRequest(META, key=rebuild.key).encode(), MAX_MANIFEST_BYTES, None)
                 try:
                     with _blamed(source):
-                        meta = msgspec.msgpack.decode(self._bytes(source), type=Meta)
+                        meta = msgspec.msgpack.decode(self._bytes(source), type=ParityGroup)
                         found = [manifests.decode(one, piece.version) for one in meta.manifests]
                         return found, _of_rank(found[rebuild.position], piece.rank)
                 except SourceFailedError as failed:
@@ -148,13 +148,13 @@ class Bringing:
         assert last is not None, "a plan names at least one node with parity"
         raise last
 
-    def _bytes(self, source: Source) -> bytes:
+    def _bytes(self, source: ChunkSource) -> bytes:
         return fetch_bytes(self._peers, RECOVERING, source, timeout_s=self._timeout_s, stopped=self._stopped)
 
     # Its bytes
 
     def _fill(
-        self, arena: Arena, slot: int, piece: Piece, found: list[NodeManifest], manifest: RankManifest
+        self, arena: Arena, slot: int, piece: RankSource, found: list[NodeManifest], manifest: RankManifest
     ) -> e.SlotSealed:
         effect = self._effect
         trainer = dataclasses.replace(
@@ -167,31 +167,31 @@ class Bringing:
             for chunk in chunks:
                 if data and chunk.region == region:
                     arena.segment.write(chunk.span.offset, data[chunk.index * CHUNK_BYTES :][: chunk.span.size_bytes])
-        rows = Rows(
+        rows = StripeReader(
             self._peers, RECOVERING, window_bytes=self._window, timeout_s=self._timeout_s, stopped=self._stopped
         )
         write = _Writer(arena, chunks, manifest)
         if piece.rebuild is None:
             rows.run(self._fetched(piece, manifest.coded), write.as_fetched)
         else:
-            self._rebuild(rows, Stripes(piece.rebuild, found), manifest, write)
+            self._rebuild(rows, GroupStripes(piece.rebuild, found), manifest, write)
         self._shared(rows, piece, manifest, arena, slot, write)
         if self._stopped.is_set():
             raise StoppedError
         return _seal(arena, slot, trainer, manifest)
 
-    def _fetched(self, piece: Piece, wanted: tuple[TableChunk, ...]) -> Iterator[Row]:
+    def _fetched(self, piece: RankSource, wanted: tuple[TableChunk, ...]) -> Iterator[StripeRead]:
         for chunk in wanted:
-            request = Wanted(DATA, piece.version, piece.rank, chunk.at).encode()
-            source = Source(piece.node_id, request, chunk.size_bytes, chunk.digest, 0, piece.rank)
-            yield Row([source], chunk)
+            request = ChunkRequest(DATA, piece.version, piece.rank, chunk.at).encode()
+            source = ChunkSource(piece.node_id, request, chunk.size_bytes, chunk.digest, 0, piece.rank)
+            yield StripeRead([source], chunk)
 
-    def _rebuild(self, rows: Rows, stripes: Stripes, manifest: RankManifest, write: _Writer) -> None:
+    def _rebuild(self, rows: StripeReader, stripes: GroupStripes, manifest: RankManifest, write: _Writer) -> None:
         """Let the group decode; what a helper cannot do is decoded here."""
         numbers = [stripes.number_of(manifest.rank, chunk) for chunk in manifest.coded]
         done: set[int] = set()
 
-        def finish(row: Row) -> None:
+        def finish(row: StripeRead) -> None:
             write.as_fetched(row)
             done.add(row.purpose.at)
 
@@ -204,10 +204,10 @@ class Bringing:
         finally:
             rows.patience = RECOVERING
         out = memoryview(bytearray(CHUNK_BYTES))
-        again: list[Lost] = []
+        again: list[LostChunk] = []
 
-        def decode(row: Row) -> None:
-            lost: Lost = row.purpose
+        def decode(row: StripeRead) -> None:
+            lost: LostChunk = row.purpose
             try:
                 stripes.decode(lost, row.buffers, out[: lost.chunk.size_bytes])
                 write.put(lost.chunk, out[: lost.chunk.size_bytes])
@@ -219,11 +219,11 @@ class Bringing:
                 again.append(lost)
 
         left = (stripes.lost(n) for n, c in zip(numbers, manifest.coded, strict=True) if c.at not in done)
-        rows.run((Row(list(lost.sources), lost) for lost in left), decode)
-        rows.run((Row(list(lost.sources), lost) for lost in again), decode)
+        rows.run((StripeRead(list(lost.sources), lost) for lost in left), decode)
+        rows.run((StripeRead(list(lost.sources), lost) for lost in again), decode)
 
     def _shared(
-        self, rows: Rows, piece: Piece, manifest: RankManifest, arena: Arena, slot: int, write: _Writer
+        self, rows: StripeReader, piece: RankSource, manifest: RankManifest, arena: Arena, slot: int, write: _Writer
     ) -> None:
         """What other nodes hold too: their chunks, and parity of them that is made again. The checksums are its own."""
         shared = [chunk for chunk in manifest.chunks if chunk.region == SHARED]
@@ -234,19 +234,19 @@ class Bringing:
         layout = layouts.decode(encoded, payload_bytes=trainer.payload_bytes)
         stored = {one.offset: (stream, one) for stream in layout.streams for one in stream.stored()}
         holders = self._effect.holders
-        stock = Stock(self._peers, piece.version, holders, timeout_s=self._timeout_s, stopped=self._stopped)
+        stock = ReplicaIndex(self._peers, piece.version, holders, timeout_s=self._timeout_s, stopped=self._stopped)
         out = memoryview(bytearray(CHUNK_BYTES))
 
-        def wanted() -> Iterator[Row]:
+        def wanted() -> Iterator[StripeRead]:
             for chunk in shared:
                 stream, one = stored[trainer.shared_offset + chunk.index * CHUNK_BYTES]
                 if one.chunk >= 0:
                     recipe = stock.chunk(stream, one.chunk, rank=piece.rank)
                 else:
                     recipe = stock.parity(stream, one.row, one.code_row, rank=piece.rank)
-                yield Row(recipe.sources, (chunk, recipe))
+                yield StripeRead(recipe.sources, (chunk, recipe))
 
-        def finish(row: Row) -> None:
+        def finish(row: StripeRead) -> None:
             chunk, recipe = row.purpose
             recipe.make(row.buffers, out[: chunk.size_bytes])
             if xxhash.xxh3_128_digest(out[: chunk.size_bytes]) != chunk.digest:
@@ -262,7 +262,7 @@ class _Writer:
     def __init__(self, arena: Arena, chunks: list[Chunk], manifest: RankManifest) -> None:
         self._arena, self._chunks, self._manifest = arena, chunks, manifest
 
-    def as_fetched(self, row: Row) -> None:
+    def as_fetched(self, row: StripeRead) -> None:
         self.put(row.purpose, row.buffers[0])
 
     def put(self, chunk: TableChunk, data: memoryview) -> None:
@@ -270,7 +270,7 @@ class _Writer:
 
 
 @contextlib.contextmanager
-def _blamed(source: Source) -> Iterator[None]:
+def _blamed(source: ChunkSource) -> Iterator[None]:
     """What came from there cannot be right: the next plan does without it."""
     try:
         yield

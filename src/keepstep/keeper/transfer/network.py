@@ -26,18 +26,18 @@ from keepstep.errors import ConfigError, Error
 from keepstep.identity import Identity
 from keepstep.keeper.coordinator import messages
 from keepstep.keeper.node import events as e
-from keepstep.keeper.transfer.chunk_store import Shelf
-from keepstep.keeper.transfer.fetch_replicas import Gathered, gather
-from keepstep.keeper.transfer.fetch_snapshot import Bringing
-from keepstep.keeper.transfer.protect import Exchange, Pool
-from keepstep.keeper.transfer.reach import Reach
-from keepstep.keeper.transfer.rebuild import Helper
+from keepstep.keeper.transfer.chunk_store import ChunkStore
+from keepstep.keeper.transfer.fetch_replicas import FetchedReplicas, gather
+from keepstep.keeper.transfer.fetch_snapshot import SnapshotFetch
+from keepstep.keeper.transfer.protect import ParityBufferPool, ParityBuilder
+from keepstep.keeper.transfer.reach import ChunkClient
+from keepstep.keeper.transfer.rebuild import Rebuilder
 from keepstep.keeper.transfer.stripe_reads import SourceFailedError, StoppedError
-from keepstep.layout import Stream
-from keepstep.parity.parity_buffer import HeldParity
+from keepstep.layout import ReplicaSet
+from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.recovery.inventory import ParitySet, SetKey
 from keepstep.transport.interface import Peer
-from keepstep.transport.tcp import TcpPeers
+from keepstep.transport.tcp import TcpTransport
 from keepstep.types import Version
 
 log = logging.getLogger("keepstep.keeper")
@@ -46,7 +46,7 @@ SEAT = "peers.json"
 MAX_GUESTS = 64
 
 
-class _Seat(msgspec.Struct, frozen=True):
+class KeeperAddress(msgspec.Struct, frozen=True):
     """Where this node's keeper is met, kept beside its sockets: the keeper that takes its place sits down there.
 
     Peers were told once, at the beginning of the incarnation; two keepers that both came back somewhere
@@ -57,7 +57,7 @@ class _Seat(msgspec.Struct, frozen=True):
     port: int
 
     @classmethod
-    def read(cls, path: Path) -> _Seat | None:
+    def read(cls, path: Path) -> KeeperAddress | None:
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError):
@@ -68,7 +68,7 @@ class _Seat(msgspec.Struct, frozen=True):
             path.write_bytes(msgspec.json.encode(self))
 
 
-class Network:
+class KeeperNetwork:
     """Everything of this keeper that has to do with other nodes."""
 
     def __init__(
@@ -83,36 +83,38 @@ class Network:
     ) -> None:
         self._identity, self._config = identity, config
         self._later, self._handle, self._holds_changed = later, handle, holds_changed
-        self.shelf = Shelf(identity.node_id, self._damaged)
-        self.parities: dict[str, HeldParity] = {}
-        self._pool = Pool()
-        self._exchange: Exchange | None = None
-        self._bringing: list[Bringing] = []
-        self._ending: list[Exchange | Bringing] = []
+        self.shelf = ChunkStore(identity.node_id, self._damaged)
+        self.parities: dict[str, ParityBuffer] = {}
+        self._pool = ParityBufferPool()
+        self._exchange: ParityBuilder | None = None
+        self._bringing: list[SnapshotFetch] = []
+        self._ending: list[ParityBuilder | SnapshotFetch] = []
         """stopped, and maybe not through with it: what they hold or write is theirs until then"""
         self._secret = b""
-        self.gathered: Gathered | None = None
+        self.gathered: FetchedReplicas | None = None
         """replicated state that other nodes hold, while ranks restore"""
         self._gathering: Version | None = None
         self._gather_waiters: list[tuple[Callable[[], None], Callable[[str], None]]] = []
         self._closing = threading.Event()
         self._cut: threading.Timer | None = None
         """set while a drill keeps this keeper from its peers"""
-        known = _Seat.read(identity.directory / SEAT)
-        self.peers = self._listen(known) if known is not None else self._listen(_Seat(instance, config.peers.port))
+        known = KeeperAddress.read(identity.directory / SEAT)
+        self.peers = (
+            self._listen(known) if known is not None else self._listen(KeeperAddress(instance, config.peers.port))
+        )
         address, port = self.peers.card_address()
-        self._reach = Reach(identity.node_id, self.shelf, self.peers)
-        self._helper = Helper(self._reach, timeout_s=config.peers.timeout_s)
+        self._reach = ChunkClient(identity.node_id, self.shelf, self.peers)
+        self._helper = Rebuilder(self._reach, timeout_s=config.peers.timeout_s)
         self.shelf.rebuilt = self._helper.serve
-        seat = _Seat(known.instance if known is not None else instance, port)
+        seat = KeeperAddress(known.instance if known is not None else instance, port)
         seat.write(identity.directory / SEAT)
         self.card = NodeCard(identity.node_id, seat.instance, address, port, config.failure_domain)
 
-    def _listen(self, seat: _Seat) -> TcpPeers:
+    def _listen(self, seat: KeeperAddress) -> TcpTransport:
         config = self._config
         for port in (seat.port, config.peers.port):
             try:
-                return TcpPeers(
+                return TcpTransport(
                     Peer(self._identity.node_id, seat.instance), self._identity.run_id, b"",
                     replace(config.peers, address=config.peers.address or config.address, port=port),
                     on_message=self._message, on_link=self._link, serve=self.shelf.serve, max_guests=MAX_GUESTS,
@@ -131,7 +133,7 @@ class Network:
         except (msgspec.DecodeError, ValueError) as error:
             log.warning("a peer's word was not understood", extra={"peer": node_id, "reason": str(error)})
             return
-        self._later(self._handle, e.PeerSaid(node_id, word))
+        self._later(self._handle, e.PeerMessage(node_id, word))
 
     def _link(self, node_id: str, up: bool, reason: str) -> None:
         self._later(self._handle, e.PeerLink(node_id, up, reason))
@@ -147,7 +149,7 @@ class Network:
 
     # Effects of the core
 
-    def meet(self, effect: e.Meet) -> None:
+    def meet(self, effect: e.SetPeers) -> None:
         if effect.secret and effect.secret != self._secret:
             self._secret = effect.secret
             if self._cut is None:
@@ -173,11 +175,11 @@ class Network:
         if self._secret:
             self.peers.admit(self._secret)
 
-    def tell(self, effect: e.Tell) -> None:
+    def tell(self, effect: e.SendToPeer) -> None:
         self.peers.send(effect.node_id, messages.encode(effect.word))
 
     def start_exchange(self, effect: e.StartExchange) -> None:
-        self._exchange = Exchange(
+        self._exchange = ParityBuilder(
             effect, run_id=self._identity.run_id, node_id=self._identity.node_id, shelf=self.shelf, peers=self._reach,
             pool=self._pool, window_bytes=self._config.peers.window_bytes, timeout_s=self._config.peers.timeout_s,
             placed=lambda event, held: self._later(self._placed, event, held),
@@ -196,52 +198,52 @@ class Network:
             self._holds_changed()
             self._pool.give(held)
 
-    def _placed(self, event: e.ParityPlaced, held: HeldParity) -> None:
+    def _placed(self, event: e.ParityPlaced, held: ParityBuffer) -> None:
         if self._exchange is None or self._exchange.key != event.found.key:
             self._pool.give(held)  # it was stopped when this was on its way
             return
         self.put_parity(held)
         self._handle(event)
 
-    def put_parity(self, held: HeldParity) -> None:
+    def put_parity(self, held: ParityBuffer) -> None:
         self.parities[held.buffer_id] = held
         self.shelf.put_parity(held)
         self._holds_changed()
 
     def bring_in(
-        self, effect: e.BringIn, arena: Arena | None,
-        make: Callable[[e.BringIn, RankManifest], tuple[Arena, Future[None]]],
-        done: Callable[[e.BroughtIn, Arena | None], None],
+        self, effect: e.FetchSnapshot, arena: Arena | None,
+        make: Callable[[e.FetchSnapshot, RankManifest], tuple[Arena, Future[None]]],
+        done: Callable[[e.SnapshotFetched, Arena | None], None],
     ) -> None:  # fmt: skip
         config = self._config.peers
 
-        def ended(event: e.BroughtIn, made: Arena | None) -> None:
+        def ended(event: e.SnapshotFetched, made: Arena | None) -> None:
             if bringing in self._bringing:
                 self._bringing.remove(bringing)
                 done(event, made)
             elif made is not None:  # given up meanwhile, and another one may have its number
                 made.close()
 
-        bringing = Bringing(
+        bringing = SnapshotFetch(
             effect, node_id=self._identity.node_id, peers=self._reach, arena=arena,
             make=lambda manifest: make(effect, manifest),
             window_bytes=config.window_bytes // max(1, effect.local_world_size), timeout_s=config.timeout_s,
             done=lambda event, made: self._later(ended, event, made),
-            after=[one for one in self._ending if isinstance(one, Bringing)],
+            after=[one for one in self._ending if isinstance(one, SnapshotFetch)],
         )  # fmt: skip
         self._bringing.append(bringing)
 
-    def give_up_bringing(self, effect: e.GiveUpBringing) -> None:
+    def give_up_bringing(self, effect: e.CancelFetches) -> None:
         for one in self._bringing:
             self._retire(one)
         self._bringing = []
 
-    def _retire(self, one: Exchange | Bringing) -> None:
+    def _retire(self, one: ParityBuilder | SnapshotFetch) -> None:
         one.stop()
         self._ending = [*(old for old in self._ending if old.alive), one]
 
     def gather(
-        self, answer: RestoreFrom, holders: tuple[str, ...], missing: list[tuple[Stream, int]], *,
+        self, answer: RestoreFrom, holders: tuple[str, ...], missing: list[tuple[ReplicaSet, int]], *,
         again: Callable[[], None], failed: Callable[[str], None],
     ) -> None:  # fmt: skip
         """Fetch chunks of replicated state that no slot of this node holds; local ranks share what comes."""
@@ -258,10 +260,10 @@ class Network:
             return
         self._gather_waiters.append((again, failed))
 
-    def _gather(self, version: Version, holders: tuple[str, ...], missing: list[tuple[Stream, int]]) -> None:
+    def _gather(self, version: Version, holders: tuple[str, ...], missing: list[tuple[ReplicaSet, int]]) -> None:
         peers = self._config.peers
         try:
-            found: Gathered | str = gather(
+            found: FetchedReplicas | str = gather(
                 self._reach, version, holders, missing, window_bytes=peers.window_bytes, timeout_s=peers.timeout_s,
                 stopped=self._closing,
             )  # fmt: skip
@@ -269,12 +271,12 @@ class Network:
             found = f"replicated state cannot be gathered: {error}"
         self._later(self._gathered_all, version, found)
 
-    def _gathered_all(self, version: Version, found: Gathered | str) -> None:
+    def _gathered_all(self, version: Version, found: FetchedReplicas | str) -> None:
         waiters, self._gather_waiters = self._gather_waiters, []
-        if isinstance(found, Gathered) and version != self._gathering:
+        if isinstance(found, FetchedReplicas) and version != self._gathering:
             found.segment.close()
             return
-        if isinstance(found, Gathered):
+        if isinstance(found, FetchedReplicas):
             self.gathered = found
         else:
             self._gathering = None
@@ -296,7 +298,7 @@ class Network:
         if self._cut is not None:
             self._cut.cancel()
         self._closing.set()
-        running: list[Exchange | Bringing] = [*self._bringing, *([self._exchange] if self._exchange else [])]
+        running: list[ParityBuilder | SnapshotFetch] = [*self._bringing, *([self._exchange] if self._exchange else [])]
         for one in running:
             self._retire(one)
         self._helper.close()
@@ -309,11 +311,11 @@ class Network:
             held.close()
 
 
-def adopt_parity(fd: int, identity: Identity) -> tuple[HeldParity, ParitySet]:
+def adopt_parity(fd: int, identity: Identity) -> tuple[ParityBuffer, ParitySet]:
     """A parity buffer that a holder gives back. The descriptor is duplicated."""
     own = os.dup(fd)
     try:
-        held = HeldParity.adopt(own, run_id=identity.run_id, node_id=identity.node_id)
+        held = ParityBuffer.adopt(own, run_id=identity.run_id, node_id=identity.node_id)
     except BaseException:
         os.close(own)
         raise

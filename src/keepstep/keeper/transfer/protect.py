@@ -19,20 +19,20 @@ from keepstep.arena import memory_limits
 from keepstep.arena.manifest import MAX_MANIFEST_BYTES, NodeManifest
 from keepstep.errors import Error
 from keepstep.keeper.node import events as e
-from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, Shelf, Wanted
-from keepstep.keeper.transfer.reach import Reach
+from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, ChunkRequest, ChunkStore
+from keepstep.keeper.transfer.reach import ChunkClient
 from keepstep.keeper.transfer.stripe_reads import (
     EXCHANGING,
-    Row,
-    Rows,
-    Source,
+    ChunkSource,
     SourceFailedError,
     StoppedError,
+    StripeRead,
+    StripeReader,
     fetch_bytes,
 )
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import Code
-from keepstep.parity.parity_buffer import HeldParity, Meta, size_needed
+from keepstep.parity.parity_buffer import ParityBuffer, ParityGroup, size_needed
 from keepstep.parity.placement import Placement
 from keepstep.recovery.inventory import ParitySet
 
@@ -44,15 +44,15 @@ WORTH_KEEPING = 0.5
 log = logging.getLogger("keepstep.keeper")
 
 
-class Pool:
+class ParityBufferPool:
     """Parity buffers that hold nothing any more: the next parity is written into memory that is there already."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._spare: list[HeldParity] = []
+        self._spare: list[ParityBuffer] = []
         self._closed = False
 
-    def give(self, held: HeldParity) -> None:
+    def give(self, held: ParityBuffer) -> None:
         held.void()
         with self._lock:
             if self._closed:
@@ -60,7 +60,7 @@ class Pool:
             else:
                 self._spare.append(held)
 
-    def take(self, size_bytes: int) -> HeldParity:
+    def take(self, size_bytes: int) -> ParityBuffer:
         """A spare one that fits, else a new one; spares that do not fit go."""
         with self._lock:
             spare, self._spare = self._spare, []
@@ -72,7 +72,7 @@ class Pool:
         if chosen is not None:
             return chosen
         memory_limits.check(size_bytes, "the parity of this node", room=memory_limits.measure(), memory_limit_bytes=0)
-        return HeldParity.create(size_bytes)
+        return ParityBuffer.create(size_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -88,7 +88,7 @@ class Pool:
             self._spare = []
 
 
-class Exchange:
+class ParityBuilder:
     """One exchange, on its own thread. `placed` gets the buffer; `say` gets progress and failure."""
 
     def __init__(
@@ -97,13 +97,13 @@ class Exchange:
         *,
         run_id: str,
         node_id: str,
-        shelf: Shelf,
-        peers: Reach,
-        pool: Pool,
+        shelf: ChunkStore,
+        peers: ChunkClient,
+        pool: ParityBufferPool,
         window_bytes: int,
         timeout_s: float,
-        placed: Callable[[e.ParityPlaced, HeldParity], None],
-        say: Callable[[e.ExchangeMoved], None],
+        placed: Callable[[e.ParityPlaced, ParityBuffer], None],
+        say: Callable[[e.ExchangeAdvanced], None],
     ) -> None:
         self._effect, self._run_id, self._node_id = effect, run_id, node_id
         self._shelf, self._peers, self._pool = shelf, peers, pool
@@ -128,8 +128,8 @@ class Exchange:
     def _run(self) -> None:
         if hasattr(os, "setpriority"):  # training has the cores first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        held: HeldParity | None = None
-        rows = Rows(
+        held: ParityBuffer | None = None
+        rows = StripeReader(
             self._peers, EXCHANGING, window_bytes=self._window, timeout_s=self._timeout_s, stopped=self._stopped
         )
         try:
@@ -145,12 +145,12 @@ class Exchange:
             pass
         except SourceFailedError as failed:
             self._complain(failed)
-            self._say(e.ExchangeMoved(self.key, rows.moved_bytes, str(failed)))
+            self._say(e.ExchangeAdvanced(self.key, rows.moved_bytes, str(failed)))
         except (Error, OSError, MemoryError, ValueError) as error:
-            self._say(e.ExchangeMoved(self.key, rows.moved_bytes, str(error) or repr(error)))
+            self._say(e.ExchangeAdvanced(self.key, rows.moved_bytes, str(error) or repr(error)))
         except Exception as error:
             log.exception("an exchange failed")
-            self._say(e.ExchangeMoved(self.key, rows.moved_bytes, repr(error)))
+            self._say(e.ExchangeAdvanced(self.key, rows.moved_bytes, repr(error)))
         finally:
             if held is not None:
                 self._pool.give(held)
@@ -162,24 +162,26 @@ class Exchange:
             if member == self._node_id:
                 found.append(self._shelf.own_manifest(self.key.version))
                 continue
-            source = Source(member, Wanted(MANIFEST, self.key.version).encode(), MAX_MANIFEST_BYTES, None)
+            source = ChunkSource(member, ChunkRequest(MANIFEST, self.key.version).encode(), MAX_MANIFEST_BYTES, None)
             data = fetch_bytes(self._peers, EXCHANGING, source, timeout_s=self._timeout_s, stopped=self._stopped)
             found.append(manifests.decode(data, self.key.version))
         return found
 
-    def _meta(self, found: list[NodeManifest]) -> Meta:
+    def _meta(self, found: list[NodeManifest]) -> ParityGroup:
         placement = self._placement
         rows = tuple(
             (stripe, code_row, tuple(stripe_sizes(placement, found, stripe)))
             for stripe, code_row in placement.parity_stripes(self._position)
         )
-        return Meta(
+        return ParityGroup(
             self._run_id, self._node_id, self._effect.members,
             tuple(tuple(rank.rank for rank in manifest.ranks) for manifest in found),
             found[0].ranks[0].trainer.world_size, tuple(manifests.encode(manifest) for manifest in found), rows,
         )  # fmt: skip
 
-    def _encode(self, rows: Rows, found: list[NodeManifest], meta: Meta, held: HeldParity) -> ParitySet:
+    def _encode(
+        self, rows: StripeReader, found: list[NodeManifest], meta: ParityGroup, held: ParityBuffer
+    ) -> ParitySet:
         placement, key = self._placement, self.key
         held.begin(
             meta, key=(key.version, key.incarnation, key.attempt), n=placement.n, m=placement.m, position=self._position
@@ -187,7 +189,7 @@ class Exchange:
         code = Code(placement.k, placement.m)
         out = memoryview(bytearray(CHUNK_BYTES))
 
-        def finish(row: Row) -> None:
+        def finish(row: StripeRead) -> None:
             stripe, code_row, number, size = row.purpose
             sources: list[memoryview | None] = [None] * placement.k
             for source, buffer in zip(row.sources, row.buffers, strict=True):
@@ -200,7 +202,7 @@ class Exchange:
         held.place()
         return ParitySet(key, placement.m, self._position, meta.members, meta.ranks, meta.world_size, held.buffer_id)
 
-    def _rows(self, found: list[NodeManifest], meta: Meta) -> Iterator[Row]:
+    def _rows(self, found: list[NodeManifest], meta: ParityGroup) -> Iterator[StripeRead]:
         placement, version = self._placement, self.key.version
         for stripe, code_row, sizes in meta.rows:
             members = placement.sources(stripe)
@@ -211,10 +213,10 @@ class Exchange:
                     if chunk >= len(found[position].coded):
                         continue  # beyond its end: zeros
                     rank, piece = found[position].coded[chunk]
-                    request = Wanted(DATA, version, rank, piece.at).encode()
+                    request = ChunkRequest(DATA, version, rank, piece.at).encode()
                     node_id = self._effect.members[position]
-                    sources.append(Source(node_id, request, piece.size_bytes, piece.digest, index, rank))
-                yield Row(sources, (stripe, code_row, number, size))
+                    sources.append(ChunkSource(node_id, request, piece.size_bytes, piece.digest, index, rank))
+                yield StripeRead(sources, (stripe, code_row, number, size))
 
     @property
     def _placement(self) -> Placement:
@@ -227,13 +229,13 @@ class Exchange:
     def _progress(self, moved_bytes: int) -> None:
         if time.monotonic() - self._said_at >= SAY_S:
             self._said_at = time.monotonic()
-            self._say(e.ExchangeMoved(self.key, moved_bytes))
+            self._say(e.ExchangeAdvanced(self.key, moved_bytes))
 
     def _complain(self, failed: SourceFailedError) -> None:
         """The peer should look at what it sent: if its memory is damaged, its version is not complete any more."""
         if failed.error.lost or failed.source.rank < 0:
             return
-        request = Wanted(CHECK, self.key.version, failed.source.rank).encode()
+        request = ChunkRequest(CHECK, self.key.version, failed.source.rank).encode()
         self._peers.fetch(failed.error.node_id, request, None, size_bytes=1, expect=None, timeout_s=self._timeout_s)
 
 

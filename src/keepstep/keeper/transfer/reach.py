@@ -7,14 +7,14 @@ from concurrent.futures import Future
 
 import xxhash
 
-from keepstep.keeper.transfer.chunk_store import Shelf
-from keepstep.transport.interface import Fetched, FetchError, Peers, Refusal
+from keepstep.keeper.transfer.chunk_store import ChunkStore
+from keepstep.transport.interface import Fetched, FetchError, Refusal, Transport
 
 
-class Reach:
+class ChunkClient:
     """`fetch` of the peers, with this node among them."""
 
-    def __init__(self, node_id: str, shelf: Shelf, peers: Peers) -> None:
+    def __init__(self, node_id: str, shelf: ChunkStore, peers: Transport) -> None:
         self.node_id, self.shelf, self._peers = node_id, shelf, peers
 
     def fetch(

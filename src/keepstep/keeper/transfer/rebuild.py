@@ -17,12 +17,19 @@ import xxhash
 from keepstep.arena import manifest as manifests
 from keepstep.arena.manifest import NodeManifest, TableChunk
 from keepstep.errors import IntegrityError, KeeperError
-from keepstep.keeper.transfer.chunk_store import DATA, PARITY, REBUILT, Wanted
-from keepstep.keeper.transfer.reach import Reach
-from keepstep.keeper.transfer.stripe_reads import HELPING, Row, Rows, Source, SourceFailedError, StoppedError
+from keepstep.keeper.transfer.chunk_store import DATA, PARITY, REBUILT, ChunkRequest
+from keepstep.keeper.transfer.reach import ChunkClient
+from keepstep.keeper.transfer.stripe_reads import (
+    HELPING,
+    ChunkSource,
+    SourceFailedError,
+    StoppedError,
+    StripeRead,
+    StripeReader,
+)
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import Code
-from keepstep.parity.parity_buffer import Meta
+from keepstep.parity.parity_buffer import ParityGroup
 from keepstep.parity.placement import Placement
 from keepstep.recovery.inventory import SetKey
 from keepstep.recovery.plan import Rebuild
@@ -32,18 +39,18 @@ MAX_METAS = 4
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostChunk:
     """A chunk that nobody holds any more, and what it is rebuilt from."""
 
     chunk: TableChunk
     erased: int
     """its index in the code"""
-    sources: list[Source]
+    sources: list[ChunkSource]
     zeros: list[int]
     """indexes that are zero: beyond the end of what their node had"""
 
 
-class Stripes:
+class GroupStripes:
     """A group as a plan found it: what is left of each stripe."""
 
     def __init__(self, rebuild: Rebuild, found: list[NodeManifest]) -> None:
@@ -58,12 +65,12 @@ class Stripes:
             self._own = {(rank, c.at): number for number, (rank, c) in enumerate(coded)}
         return self._own[rank, chunk.at]
 
-    def lost(self, number: int) -> Lost:
+    def lost(self, number: int) -> LostChunk:
         """How chunk `number` of the lost node comes back: data that is left first, then parity."""
         rebuild, placement = self.rebuild, self.placement
         _, wanted = self.found[rebuild.position].coded[number]
         stripe, row = placement.where(rebuild.position, number)
-        sources: list[Source] = []
+        sources: list[ChunkSource] = []
         zeros: list[int] = []
         longest = 0
         for index, position in enumerate(placement.sources(stripe)):
@@ -76,16 +83,16 @@ class Stripes:
             if "" in rebuild.data[position]:
                 continue
             node_id = rebuild.data[position][rebuild.ranks[position].index(rank)]
-            request = Wanted(DATA, rebuild.key.version, rank, piece.at).encode()
-            sources.append(Source(node_id, request, piece.size_bytes, piece.digest, index, rank))
+            request = ChunkRequest(DATA, rebuild.key.version, rank, piece.at).encode()
+            sources.append(ChunkSource(node_id, request, piece.size_bytes, piece.digest, index, rank))
         for code_row, holder in enumerate(placement.parity_holders(stripe)):
             if len(sources) + len(zeros) < placement.k and rebuild.parity[holder]:
-                request = Wanted(PARITY, key=rebuild.key, stripe=stripe, row=row).encode()
-                sources.append(Source(rebuild.parity[holder], request, longest, None, placement.k + code_row, -1))
+                request = ChunkRequest(PARITY, key=rebuild.key, stripe=stripe, row=row).encode()
+                sources.append(ChunkSource(rebuild.parity[holder], request, longest, None, placement.k + code_row, -1))
         if len(sources) + len(zeros) < placement.k:
             left = len(sources) + len(zeros)
             raise KeeperError(f"stripe {stripe} has {left} of the {placement.k} pieces that are needed")
-        return Lost(wanted, placement.source_index(rebuild.position, stripe), sources, zeros)
+        return LostChunk(wanted, placement.source_index(rebuild.position, stripe), sources, zeros)
 
     def helper(self, number: int) -> str:
         """Who decodes it: a holder of its parity, in turn."""
@@ -93,7 +100,7 @@ class Stripes:
         holders = [self.rebuild.parity[p] for p in self.placement.parity_holders(stripe) if self.rebuild.parity[p]]
         return holders[row % len(holders)]
 
-    def decode(self, lost: Lost, buffers: list[memoryview], out: memoryview) -> None:
+    def decode(self, lost: LostChunk, buffers: list[memoryview], out: memoryview) -> None:
         """Fill `out` with the lost chunk. Raises IntegrityError when what comes out is not what was lost."""
         available: dict[int, memoryview | None] = {
             source.index: buffer for source, buffer in zip(lost.sources, buffers, strict=True)
@@ -105,10 +112,10 @@ class Stripes:
             raise IntegrityError(f"chunk {chunk.index} of the {chunk.region} does not match its checksum when rebuilt")
 
 
-class Helper:
+class Rebuilder:
     """Decodes for a peer, on the thread of its stream."""
 
-    def __init__(self, reach: Reach, *, timeout_s: float) -> None:
+    def __init__(self, reach: ChunkClient, *, timeout_s: float) -> None:
         self._reach, self._timeout_s = reach, timeout_s
         self._lock = threading.Lock()
         self._metas: OrderedDict[SetKey, list[NodeManifest]] = OrderedDict()
@@ -117,16 +124,18 @@ class Helper:
     def close(self) -> None:
         self._closed.set()
 
-    def serve(self, wanted: Wanted) -> Body:
+    def serve(self, wanted: ChunkRequest) -> Body:
         rebuild = wanted.rebuild
         if rebuild is None:
             raise Refusal("rebuilt from what?")
         try:
-            stripes = Stripes(rebuild, self._manifests(rebuild.key))
+            stripes = GroupStripes(rebuild, self._manifests(rebuild.key))
             lost = stripes.lost(wanted.chunk)
-            rows = Rows(self._reach, HELPING, window_bytes=CHUNK_BYTES, timeout_s=self._timeout_s, stopped=self._closed)
+            rows = StripeReader(
+                self._reach, HELPING, window_bytes=CHUNK_BYTES, timeout_s=self._timeout_s, stopped=self._closed
+            )
             out = memoryview(bytearray(lost.chunk.size_bytes))
-            rows.run([Row(lost.sources, None)], lambda row: stripes.decode(lost, row.buffers, out))
+            rows.run([StripeRead(lost.sources, None)], lambda row: stripes.decode(lost, row.buffers, out))
         except (SourceFailedError, StoppedError, IndexError, KeyError, ValueError, msgspec.DecodeError) as error:
             raise Refusal(f"cannot be rebuilt here: {error}") from error
         return Body(lost.chunk.size_bytes, lost.chunk.digest, data=out)
@@ -135,15 +144,15 @@ class Helper:
         """Of the whole group, as they were kept beside the parity."""
         with self._lock:
             if key not in self._metas:
-                meta = msgspec.msgpack.decode(self._reach.shelf.meta(key), type=Meta)
+                meta = msgspec.msgpack.decode(self._reach.shelf.meta(key), type=ParityGroup)
                 self._metas[key] = [manifests.decode(one, key.version) for one in meta.manifests]
                 while len(self._metas) > MAX_METAS:
                     self._metas.popitem(last=False)
             return self._metas[key]
 
 
-def ask(stripes: Stripes, number: int) -> Row:
+def ask(stripes: GroupStripes, number: int) -> StripeRead:
     """The row that asks the helper for a lost chunk."""
     rank, chunk = stripes.found[stripes.rebuild.position].coded[number]
-    request = Wanted(REBUILT, chunk=number, rebuild=stripes.rebuild).encode()
-    return Row([Source(stripes.helper(number), request, chunk.size_bytes, chunk.digest, 0, rank)], chunk)
+    request = ChunkRequest(REBUILT, chunk=number, rebuild=stripes.rebuild).encode()
+    return StripeRead([ChunkSource(stripes.helper(number), request, chunk.size_bytes, chunk.digest, 0, rank)], chunk)

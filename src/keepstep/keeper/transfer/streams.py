@@ -6,26 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from keepstep.arena.slots import Arena
-from keepstep.control.messages import RestoreFrom, StreamSource
-from keepstep.keeper.transfer.chunk_store import Book, open_book
-from keepstep.keeper.transfer.fetch_replicas import Gathered
-from keepstep.layout import Stream
+from keepstep.control.messages import ReplicaSetSource, RestoreFrom
+from keepstep.keeper.transfer.chunk_store import SealedSnapshot, open_book
+from keepstep.keeper.transfer.fetch_replicas import FetchedReplicas
+from keepstep.layout import ReplicaSet
 
 
 @dataclass
-class Found:
+class ReplicaSources:
     """What a trainer is handed for its streams, and what is not on this node."""
 
-    sources: list[StreamSource] = field(default_factory=list)
+    sources: list[ReplicaSetSource] = field(default_factory=list)
     fds: list[int] = field(default_factory=list)
     """the rank's own arena first"""
-    missing: list[tuple[Stream, int]] = field(default_factory=list)
+    missing: list[tuple[ReplicaSet, int]] = field(default_factory=list)
 
 
-def find_streams(arenas: Mapping[str, Arena], answer: RestoreFrom, gathered: Gathered | None = None) -> Found:
+def find_streams(
+    arenas: Mapping[str, Arena], answer: RestoreFrom, gathered: FetchedReplicas | None = None
+) -> ReplicaSources:
     """Per stream of the rank's layout, where each chunk is: in slots of this node, else among what was gathered."""
     own = open_book(arenas[answer.arena_id], answer.slot)
-    found = Found(fds=[own.arena.segment.fd])
+    found = ReplicaSources(fds=[own.arena.segment.fd])
     books = [own]
     if own.holdings.streams:
         for arena in arenas.values():
@@ -45,11 +47,13 @@ def find_streams(arenas: Mapping[str, Arena], answer: RestoreFrom, gathered: Gat
                 found.fds.append(fd)
             indexes.append(found.fds.index(fd))
             offsets.append(offset)
-        found.sources.append(StreamSource(stream.class_id, indexes, offsets))
+        found.sources.append(ReplicaSetSource(stream.class_id, indexes, offsets))
     return found
 
 
-def _find(books: list[Book], gathered: Gathered | None, class_id: str, chunk: int) -> tuple[int, int] | None:
+def _find(
+    books: list[SealedSnapshot], gathered: FetchedReplicas | None, class_id: str, chunk: int
+) -> tuple[int, int] | None:
     for book in books:
         number = book.find(class_id, chunk)
         if number is not None:

@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from keepstep.keeper.transfer.reach import Reach
+from keepstep.keeper.transfer.reach import ChunkClient
 from keepstep.layout import CHUNK_BYTES
 from keepstep.transport.interface import Fetched, FetchError
 
@@ -25,7 +25,7 @@ LOOK_S = 0.25
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """When to stop asking one peer for one thing."""
 
     tries: int
@@ -34,18 +34,18 @@ class Patience:
     """without any answer, and nothing else coming from that peer either"""
 
 
-EXCHANGING = Patience(3, math.inf)
+EXCHANGING = RetryPolicy(3, math.inf)
 """until somebody stops it: a peer that is away comes back or is replaced"""
-RECOVERING = Patience(3, 2.0)
+RECOVERING = RetryPolicy(3, 2.0)
 """long enough for a link that is being made, short enough that a dead node does not hold a recovery up"""
-ASKING = Patience(1, 2.0)
+ASKING = RetryPolicy(1, 2.0)
 """there is another way"""
-HELPING = Patience(1, 0.0)
+HELPING = RetryPolicy(1, 0.0)
 """whoever asked for help can do without"""
 
 
 @dataclass(frozen=True)
-class Source:
+class ChunkSource:
     """One chunk and where it is."""
 
     node_id: str
@@ -60,10 +60,10 @@ class Source:
 
 
 @dataclass
-class Row:
+class StripeRead:
     """Chunks that are needed together, and what they are for."""
 
-    sources: list[Source]
+    sources: list[ChunkSource]
     purpose: Any
     buffers: list[memoryview] = field(default_factory=list)
     futures: list[Future[Fetched]] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Row:
 class SourceFailedError(Exception):
     """A chunk could not be had."""
 
-    def __init__(self, source: Source, error: FetchError) -> None:
+    def __init__(self, source: ChunkSource, error: FetchError) -> None:
         super().__init__(str(error))
         self.source, self.error = source, error
 
@@ -84,7 +84,7 @@ class StoppedError(Exception):
 class _Failures:
     """Of one peer, over one thing."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: RetryPolicy) -> None:
         self._patience = patience
         self._tries = 0
         self._lost_since = 0.0
@@ -99,11 +99,17 @@ class _Failures:
         return now - max(self._lost_since, heard_at) >= self._patience.lost_s
 
 
-class Rows:
+class StripeReader:
     """Fetches rows in order; `finish` is called for each when all its chunks are here, on the caller's thread."""
 
     def __init__(
-        self, peers: Reach, patience: Patience, *, window_bytes: int, timeout_s: float, stopped: threading.Event
+        self,
+        peers: ChunkClient,
+        patience: RetryPolicy,
+        *,
+        window_bytes: int,
+        timeout_s: float,
+        stopped: threading.Event,
     ) -> None:
         self._peers, self._timeout_s, self._stopped, self.patience = peers, timeout_s, stopped, patience
         self._window = window_bytes
@@ -111,8 +117,8 @@ class Rows:
         self._heard_at: dict[str, float] = {}
         self.moved_bytes = 0
 
-    def run(self, rows: Iterable[Row], finish: Callable[[Row], None]) -> None:
-        waiting: deque[Row] = deque()
+    def run(self, rows: Iterable[StripeRead], finish: Callable[[StripeRead], None]) -> None:
+        waiting: deque[StripeRead] = deque()
         iterator = iter(rows)
         done = False
         try:
@@ -139,18 +145,18 @@ class Rows:
                 for future in row.futures:
                     _wait(future)
 
-    def _fits(self, waiting: deque[Row]) -> bool:
+    def _fits(self, waiting: deque[StripeRead]) -> bool:
         used = sum(len(row.buffers) for row in waiting) * CHUNK_BYTES
         return not waiting or used + len(waiting[-1].buffers) * CHUNK_BYTES <= self._window
 
-    def _start(self, row: Row) -> None:
+    def _start(self, row: StripeRead) -> None:
         for source in row.sources:
             buffer = self._free.pop() if self._free else bytearray(CHUNK_BYTES)
             view = memoryview(buffer)[: source.size_bytes]
             row.buffers.append(view)
             row.futures.append(self._ask(source, view))
 
-    def _ask(self, source: Source, view: memoryview) -> Future[Fetched]:
+    def _ask(self, source: ChunkSource, view: memoryview) -> Future[Fetched]:
         future = self._peers.fetch(
             source.node_id, source.request, view, size_bytes=source.size_bytes, expect=source.expect,
             timeout_s=self._timeout_s,
@@ -162,7 +168,7 @@ class Rows:
         if not ended.cancelled() and ended.exception() is None:
             self._heard_at[node_id] = time.monotonic()
 
-    def _finish(self, row: Row) -> None:
+    def _finish(self, row: StripeRead) -> None:
         for at in range(len(row.sources)):
             failures = _Failures(self.patience)
             while True:
@@ -189,7 +195,7 @@ class Rows:
                         self._stopped.wait(RETRY_S)
                     row.futures[at] = self._ask(row.sources[at], row.buffers[at])
 
-    def _recycle(self, row: Row) -> None:
+    def _recycle(self, row: StripeRead) -> None:
         for view in row.buffers:
             buffer = view.obj
             view.release()
@@ -206,7 +212,7 @@ def _wait(future: Future[Fetched]) -> None:
 
 
 def fetch_bytes(
-    peers: Reach, patience: Patience, source: Source, *, timeout_s: float, stopped: threading.Event
+    peers: ChunkClient, patience: RetryPolicy, source: ChunkSource, *, timeout_s: float, stopped: threading.Event
 ) -> bytes:
     """A body of unknown size, at most `source.size_bytes`."""
     failures = _Failures(patience)

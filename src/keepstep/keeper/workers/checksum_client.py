@@ -33,7 +33,7 @@ PATIENCE_S = 10.0
 END_S = 5.0
 
 
-class Reading:
+class ChecksumClient:
     """One reader for all arenas, started when there is something large to read. For any thread."""
 
     def __init__(self, threads: int, least_bytes: int) -> None:
@@ -82,11 +82,11 @@ class Reading:
                 channel = self._channel or self._start()
                 channel.settimeout(PATIENCE_S)
                 if arena.arena_id not in self._mapped:
-                    socket.send_fds(channel, [r.pack(r.Map(arena.arena_id))], [fd])
+                    socket.send_fds(channel, [r.pack(r.MapArena(arena.arena_id))], [fd])
                     self._mapped.add(arena.arena_id)
                 begin = min(chunk.span.offset for chunk in chunks)
                 end = max(chunk.span.offset + chunk.span.size_bytes for chunk in chunks)
-                channel.sendall(r.pack(r.Warm(arena.arena_id, begin, end)))
+                channel.sendall(r.pack(r.PrefaultPages(arena.arena_id, begin, end)))
                 self._warm.add((arena.arena_id, slot))
             except (OSError, subprocess.SubprocessError) as error:
                 self._fail(f"{error!r}")
@@ -110,7 +110,7 @@ class Reading:
                 return
             try:
                 self._channel.settimeout(PATIENCE_S)
-                self._request(self._channel, lambda serial: r.Forget(arena_id, serial))
+                self._request(self._channel, lambda serial: r.ForgetArena(arena_id, serial))
             except BaseException as error:
                 self._fail(f"{error!r}")
                 if not isinstance(error, OSError):
@@ -143,7 +143,7 @@ class Reading:
         size = sum(chunk.span.size_bytes for chunk in chunks)
         channel.settimeout(PATIENCE_S + size / LEAST_BYTES_S)
         spans = b"".join(r.SPAN.pack(chunk.span.offset, chunk.span.size_bytes) for chunk in chunks)
-        found = self._request(channel, lambda serial: r.Digest(arena_id, serial, spans))
+        found = self._request(channel, lambda serial: r.DigestSpans(arena_id, serial, spans))
         if len(found) != DIGEST_BYTES * len(chunks):
             raise OSError(f"{len(found)} bytes for {len(chunks)} checksums")
         return found

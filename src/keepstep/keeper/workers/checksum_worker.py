@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from keepstep.arena.memfd import Mapping, Segment
+from keepstep.arena.memfd import Mapping, Memfd
 
 SPAN, SERIAL = struct.Struct("<QQ"), struct.Struct("<Q")
 MOST_SPANS = 4096
@@ -38,13 +38,13 @@ FIRST_TO_DIE = "1000"
 PR_SET_PDEATHSIG = 1
 
 
-class Map(msgspec.Struct, tag=True):
+class MapArena(msgspec.Struct, tag="Map"):
     """The descriptor of an arena comes with it."""
 
     arena_id: str
 
 
-class Warm(msgspec.Struct, tag=True):
+class PrefaultPages(msgspec.Struct, tag="Warm"):
     """Have these pages in the map before they are asked for."""
 
     arena_id: str
@@ -52,14 +52,14 @@ class Warm(msgspec.Struct, tag=True):
     end: int
 
 
-class Forget(msgspec.Struct, tag=True):
+class ForgetArena(msgspec.Struct, tag="Forget"):
     """Answered when the map is gone."""
 
     arena_id: str
     serial: int
 
 
-class Digest(msgspec.Struct, tag=True):
+class DigestSpans(msgspec.Struct, tag="Digest"):
     """Answered with 16 bytes for each span."""
 
     arena_id: str
@@ -67,7 +67,7 @@ class Digest(msgspec.Struct, tag=True):
     spans: bytes
 
 
-Request = Map | Warm | Forget | Digest
+Request = MapArena | PrefaultPages | ForgetArena | DigestSpans
 
 
 def pack(request: Request) -> bytes:
@@ -79,7 +79,7 @@ def answer_to(serial: int, data: bytes = b"") -> bytes:
     return SERIAL.pack(serial) + data
 
 
-class Reader:
+class ArenaHasher:
     """The maps, and threads to read them."""
 
     def __init__(self, threads: int) -> None:
@@ -87,21 +87,21 @@ class Reader:
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-reader")
         self._maps: dict[str, Mapping] = {}
 
-    def map(self, request: Map, fds: list[int]) -> None:
-        segment = Segment.adopt(fds[0])
+    def map(self, request: MapArena, fds: list[int]) -> None:
+        segment = Memfd.adopt(fds[0])
         try:
             self._maps[request.arena_id] = Mapping(segment, writable=False)
         finally:
             segment.close()  # the map holds the memory
 
-    def warm(self, request: Warm, fds: list[int]) -> None:
+    def warm(self, request: PrefaultPages, fds: list[int]) -> None:
         self._maps[request.arena_id].populate_range(request.begin, request.end, self._threads)
 
-    def forget(self, request: Forget, fds: list[int]) -> bytes:
+    def forget(self, request: ForgetArena, fds: list[int]) -> bytes:
         del self._maps[request.arena_id]
         return answer_to(request.serial)
 
-    def digest(self, request: Digest, fds: list[int]) -> bytes:
+    def digest(self, request: DigestSpans, fds: list[int]) -> bytes:
         there = self._maps[request.arena_id].map
         spans = list(SPAN.iter_unpack(request.spans))
         if any(begin + size > len(there) for begin, size in spans):
@@ -124,9 +124,9 @@ class Reader:
 
 def serve(channel: socket.socket, threads: int) -> None:
     """Until the keeper is gone. Whatever goes wrong ends this process: the keeper reads for itself then."""
-    reader = Reader(threads)
+    reader = ArenaHasher(threads)
     served: dict[type, Callable[[Any, list[int]], bytes | None]] = {
-        Map: reader.map, Warm: reader.warm, Forget: reader.forget, Digest: reader.digest,
+        MapArena: reader.map, PrefaultPages: reader.warm, ForgetArena: reader.forget, DigestSpans: reader.digest,
     }  # fmt: skip
     while True:
         data, fds, _, _ = socket.recv_fds(channel, MOST_BYTES, 1)

@@ -16,7 +16,7 @@ import msgspec
 from keepstep import layout as layouts
 from keepstep.arena.records import TrainerHeader
 from keepstep.errors import IntegrityError
-from keepstep.layout import CHUNK_BYTES, Stream
+from keepstep.layout import CHUNK_BYTES, ReplicaSet
 
 MOST_LAYOUTS = 256
 """of eight ranks, and each of them has one for every turn of its shares"""
@@ -25,10 +25,10 @@ MOST_CHUNKS = 400_000
 
 
 @dataclass(frozen=True)
-class Holdings:
+class LayoutIndex:
     """Numbers count the chunks of the slot's shared part."""
 
-    streams: tuple[Stream, ...]
+    streams: tuple[ReplicaSet, ...]
     """without their tensors and holders"""
     data: dict[tuple[str, int], int]
     """(class, chunk of the stream) -> number"""
@@ -40,7 +40,7 @@ class Holdings:
         return len(self.data) + len(self.parity)
 
 
-def holdings_of(layout: layouts.Layout) -> Holdings:
+def holdings_of(layout: layouts.Layout) -> LayoutIndex:
     data: dict[tuple[str, int], int] = {}
     parity: dict[tuple[str, int, int], int] = {}
     for stream in layout.streams:
@@ -51,7 +51,7 @@ def holdings_of(layout: layouts.Layout) -> Holdings:
             else:
                 parity[stream.class_id, stored.row, stored.code_row] = number
     bare = [msgspec.structs.replace(stream, entries=(), ranks=(), nodes=()) for stream in layout.streams]
-    return Holdings(tuple(bare), data, parity)
+    return LayoutIndex(tuple(bare), data, parity)
 
 
 def decode_layout(trainer: TrainerHeader, encoded: bytes) -> layouts.Layout:
@@ -64,20 +64,20 @@ def decode_layout(trainer: TrainerHeader, encoded: bytes) -> layouts.Layout:
     return layout
 
 
-class KnownHoldings:
+class LayoutIndexCache:
     """Those of the layouts that were seen last. For any thread."""
 
     def __init__(self, most_layouts: int = MOST_LAYOUTS, most_chunks: int = MOST_CHUNKS) -> None:
         self._most_layouts, self._most_chunks = most_layouts, most_chunks
         self._lock = threading.Lock()
-        self._known: dict[tuple[bytes, int, int], Holdings] = {}
+        self._known: dict[tuple[bytes, int, int], LayoutIndex] = {}
         """the one that was used last comes last"""
         self.num_chunks = 0
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, trainer: TrainerHeader, read: Callable[[], bytes]) -> Holdings:
+    def of(self, trainer: TrainerHeader, read: Callable[[], bytes]) -> LayoutIndex:
         """Raises IntegrityError when what is read is not the layout that belongs to this header."""
         key = (trainer.layout_digest, trainer.payload_bytes, trainer.shared_offset)
         with self._lock:

@@ -16,9 +16,9 @@ from typing import Protocol
 import xxhash
 
 from keepstep.arena.slots import DIGEST_BYTES
-from keepstep.keeper.coordinator.messages import Audit, AuditAnswer, ClassDigest, Unit
-from keepstep.keeper.transfer.chunk_store import Book
-from keepstep.layout import CHUNK_BYTES, FULL, Stored, Stream
+from keepstep.keeper.coordinator.messages import ReplicaAudit, ReplicaAuditAnswer, ReplicaSetDigest, ReplicaUnit
+from keepstep.keeper.transfer.chunk_store import SealedSnapshot
+from keepstep.layout import CHUNK_BYTES, FULL, ReplicaSet, StoredChunk
 from keepstep.parity import galois
 from keepstep.parity.code import coefficients
 from keepstep.parity.fingerprint import FINGERPRINT_BYTES, fingerprint
@@ -36,37 +36,37 @@ class _Own(threading.local):
 _own = _Own()
 
 
-class Over(Protocol):
+class MapFunction(Protocol):
     """`map`, or that of a pool of threads."""
 
-    def __call__(self, work: Callable[[Stored], bytes], stored: tuple[Stored, ...], /) -> Iterable[bytes]: ...
+    def __call__(self, work: Callable[[StoredChunk], bytes], stored: tuple[StoredChunk, ...], /) -> Iterable[bytes]: ...
 
 
-def class_digests(book: Book, over: Over = map) -> tuple[ClassDigest, ...]:
+def class_digests(book: SealedSnapshot, over: MapFunction = map) -> tuple[ReplicaSetDigest, ...]:
     """Of everything in one slot that other nodes have too."""
     whole = _whole(book)
     shared = [stream for stream in book.holdings.streams if stream.mode != FULL]
-    coded = [ClassDigest(stream.class_id, _sum_of_share(book, stream, over), stream.n) for stream in shared]
+    coded = [ReplicaSetDigest(stream.class_id, _sum_of_share(book, stream, over), stream.n) for stream in shared]
     return tuple(sorted([*whole, *coded], key=lambda one: one.class_id))
 
 
-def answer(book: Book, asked: Audit) -> AuditAnswer | None:
+def answer(book: SealedSnapshot, asked: ReplicaAudit) -> ReplicaAuditAnswer | None:
     """For one slot; None when it holds nothing of the class."""
     stream = next((stream for stream in book.holdings.streams if stream.class_id == asked.class_id), None)
     if stream is None:
         return None
     if asked.chunks:
         whole = next(one for one in book.layout().streams if one.class_id == asked.class_id)
-        return AuditAnswer(paths=_paths(whole, asked.chunks))
+        return ReplicaAuditAnswer(paths=_paths(whole, asked.chunks))
     rank = book.sealed.trainer.rank
     if stream.mode == FULL:
-        units = [Unit(chunk, -1, rank, found) for chunk, found in _table_digests(book, stream)]
-        return AuditAnswer(stream.n, 0, tuple(units))
-    coded = [Unit(_place(one), one.code_row, rank, _read(book, one)) for one in stream.stored()]
-    return AuditAnswer(stream.n, stream.m, tuple(coded))
+        units = [ReplicaUnit(chunk, -1, rank, found) for chunk, found in _table_digests(book, stream)]
+        return ReplicaAuditAnswer(stream.n, 0, tuple(units))
+    coded = [ReplicaUnit(_place(one), one.code_row, rank, _read(book, one)) for one in stream.stored()]
+    return ReplicaAuditAnswer(stream.n, stream.m, tuple(coded))
 
 
-def _whole(book: Book) -> list[ClassDigest]:
+def _whole(book: SealedSnapshot) -> list[ReplicaSetDigest]:
     """Of chunks that are the same on every node: from their checksums, nothing is read."""
     total: dict[str, int] = defaultdict(int)
     for stream in book.holdings.streams:
@@ -74,10 +74,10 @@ def _whole(book: Book) -> list[ClassDigest]:
             for chunk, found in _table_digests(book, stream):
                 named = chunk.to_bytes(8, "little") + found
                 total[stream.class_id] ^= int.from_bytes(xxhash.xxh3_128_digest(named), "little")
-    return [ClassDigest(class_id, value.to_bytes(DIGEST_BYTES, "little")) for class_id, value in total.items()]
+    return [ReplicaSetDigest(class_id, value.to_bytes(DIGEST_BYTES, "little")) for class_id, value in total.items()]
 
 
-def _sum_of_share(book: Book, stream: Stream, over: Over) -> bytes:
+def _sum_of_share(book: SealedSnapshot, stream: ReplicaSet, over: MapFunction) -> bytes:
     """One sum for each row of the code: parity there equals the combination of the data it was made from.
 
     Every stripe has weights of its own, or the same fault in two stripes would cancel out.
@@ -106,7 +106,7 @@ def _times(weights: bytes, values: bytes) -> bytes:
     return bytes(map(galois.mul, weights, values))
 
 
-def _read(book: Book, stored: Stored) -> bytes:
+def _read(book: SealedSnapshot, stored: StoredChunk) -> bytes:
     """The fingerprint of a stored chunk; the padding of a short one is zero and changes nothing."""
     start = book.arena.payload_span(book.slot).offset + stored.offset
     window = _own.buffer[: stored.size_bytes]
@@ -114,11 +114,11 @@ def _read(book: Book, stored: Stored) -> bytes:
     return fingerprint(window)
 
 
-def _place(stored: Stored) -> int:
+def _place(stored: StoredChunk) -> int:
     return stored.chunk if stored.chunk >= 0 else stored.row
 
 
-def _table_digests(book: Book, stream: Stream) -> Iterator[tuple[int, bytes]]:
+def _table_digests(book: SealedSnapshot, stream: ReplicaSet) -> Iterator[tuple[int, bytes]]:
     """The checksums of the chunks of a stream that the slot holds."""
     for chunk in stream.chunks:
         number = book.find(stream.class_id, chunk)
@@ -126,7 +126,7 @@ def _table_digests(book: Book, stream: Stream) -> Iterator[tuple[int, bytes]]:
         yield chunk, book.table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
 
-def _paths(stream: Stream, chunks: tuple[int, ...]) -> tuple[str, ...]:
+def _paths(stream: ReplicaSet, chunks: tuple[int, ...]) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for chunk in chunks:
         start, end = chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES

@@ -19,11 +19,11 @@ from keepstep.config import KeeperConfig
 from keepstep.control.messages import Landed
 from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.identity import Identity
-from keepstep.keeper.coordinator.messages import AuditAnswer, ClassDigest
+from keepstep.keeper.coordinator.messages import ReplicaAuditAnswer, ReplicaSetDigest
 from keepstep.keeper.early import Early, Writing
 from keepstep.keeper.node import events as e
 from keepstep.keeper.transfer.chunk_store import open_book
-from keepstep.keeper.workers.checksum_client import Reading
+from keepstep.keeper.workers.checksum_client import ChecksumClient
 from keepstep.keeper.workers.checksum_worker import NICENESS
 from keepstep.keeper.workers.replica_digests import answer, class_digests
 from keepstep.layout import SnapshotSize
@@ -39,7 +39,7 @@ RETRY_PAUSES_S = (0.01, 0.1, 1.0)
 VALUES_SLACK = 1 << 20
 
 
-class Work:
+class WorkerPool:
     """A few threads for bytes. `answer` is called from them and must be thread-safe."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Work:
         self._pool = ThreadPoolExecutor(max_workers=JOBS, thread_name_prefix="keepstep-work")
         self._hands = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-hand", initializer=_be_nice)
         """read and checksum for all jobs together"""
-        self._reading = Reading(threads, config.reader_bytes)
+        self._reading = ChecksumClient(threads, config.reader_bytes)
         self._early = Early(self._reading.digests)
         self._ending = threading.Event()
         self._allocating = threading.Lock()
@@ -69,18 +69,18 @@ class Work:
     def create(self, effect: e.CreateArena, done: Callable[[Arena | Error], None]) -> None:
         self._pool.submit(lambda: done(self._create(effect)))
 
-    def read_shares(self, arenas: list[Arena], effect: e.ReadShares) -> None:
+    def read_shares(self, arenas: list[Arena], effect: e.ReadReplicaDigests) -> None:
         """What this node holds of a replica class, for the coordinator's comparison."""
 
-        def read() -> e.SharesRead:
-            found: list[AuditAnswer] = []
+        def read() -> e.ReplicaDigestsRead:
+            found: list[ReplicaAuditAnswer] = []
             for arena in arenas:
                 for slot in range(arena.num_slots):
                     sealed = arena.sealed(slot)
                     if sealed is not None and sealed.version == effect.audit.version:
                         said = answer(open_book(arena, slot), effect.audit)
                         found += [said] if said is not None else []
-            return e.SharesRead(effect.audit, _together(found))
+            return e.ReplicaDigestsRead(effect.audit, _together(found))
 
         self._pool.submit(lambda: self._answer(read()))
 
@@ -155,7 +155,7 @@ class Work:
             self._reading.warm(arena, slot, chunks)
         return found
 
-    def _shares(self, arena: Arena, slot: int) -> tuple[ClassDigest, ...]:
+    def _shares(self, arena: Arena, slot: int) -> tuple[ReplicaSetDigest, ...]:
         try:
             return class_digests(open_book(arena, slot), self._hands.map)
         except (OSError, Error):  # written again meanwhile: whoever asks for the version finds out
@@ -177,7 +177,7 @@ class Work:
                 self._ending.wait(pause_s)
         return call()
 
-    def make_for(self, effect: e.BringIn, manifest: RankManifest) -> tuple[Arena, Future[None]]:
+    def make_for(self, effect: e.FetchSnapshot, manifest: RankManifest) -> tuple[Arena, Future[None]]:
         """An arena for a snapshot that comes from elsewhere, with room for the next ones of its rank.
 
         Its memory is reserved while the first slot is filled; the future ends when all of it is there.
@@ -239,12 +239,12 @@ def _be_nice() -> None:
         os.nice(NICENESS)  # of this thread only
 
 
-def _together(found: list[AuditAnswer]) -> AuditAnswer:
+def _together(found: list[ReplicaAuditAnswer]) -> ReplicaAuditAnswer:
     """Of all slots of this node; they belong to one class, so they have one shape."""
     if not found:
-        return AuditAnswer()
+        return ReplicaAuditAnswer()
     units = tuple(unit for one in found for unit in one.units)
-    return AuditAnswer(found[0].n, found[0].m, units, found[0].paths)
+    return ReplicaAuditAnswer(found[0].n, found[0].m, units, found[0].paths)
 
 
 def _unsealed(arena: Arena, effect: e.SealSlot, version: Version) -> e.SlotSealed:

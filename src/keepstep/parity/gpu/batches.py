@@ -53,7 +53,7 @@ log = logging.getLogger("keepstep")
 _deciding = threading.Lock()
 
 
-class Part(NamedTuple):
+class TensorBytes(NamedTuple):
     """Bytes of one tensor inside a chunk."""
 
     begin: int
@@ -65,7 +65,7 @@ class Part(NamedTuple):
         return self.begin + self.source.numel()
 
 
-Source: TypeAlias = Tensor | Sequence[Part] | None
+Source: TypeAlias = Tensor | Sequence[TensorBytes] | None
 """a chunk: one tensor, or parts of several in their order; what is in none of them, and beyond the end, is zero"""
 
 
@@ -110,7 +110,7 @@ class EncodeBatch:
         self._tables = None
         if kernels is not None:
             sums = [
-                kernels.Sum(tuple(self._code.rows[row] for row in rows), [_parts(one) for one in sources], outs)
+                kernels.SumTables(tuple(self._code.rows[row] for row in rows), [_parts(one) for one in sources], outs)
                 for rows, sources, outs in stripes
             ]
             self._tables = kernels.EncodeTables(sums, device)
@@ -133,7 +133,7 @@ class CopyBatch:
         self._sources, self._outs = sources, outs
         device = _device_of(outs)
         for source, out in zip(sources, outs, strict=True):
-            _check_parts([Part(0, source)], out.numel(), device)
+            _check_parts([TensorBytes(0, source)], out.numel(), device)
         kernels = _kernels(device)
         self._tables = kernels.CopyTables(sources, outs) if kernels is not None and outs else None
 
@@ -164,7 +164,7 @@ def fingerprints(data: Tensor) -> Tensor:
     return torch.tensor(list(b"".join(native)), dtype=torch.uint8).view(-1, FINGERPRINT_BYTES)
 
 
-class Cuts(NamedTuple):
+class ByteRanges(NamedTuple):
     """Stretches of up to 4 MiB of tensors on one device: thousands of them, at little cost for each."""
 
     tensors: Sequence[Tensor]
@@ -186,7 +186,7 @@ class Cuts(NamedTuple):
 class FingerprintBatch:
     """One row of 16 bytes for each of many spans of up to 4 MiB, on the device that they are on. See EncodeBatch."""
 
-    def __init__(self, spans: Sequence[Source], cuts: Cuts | None = None) -> None:
+    def __init__(self, spans: Sequence[Source], cuts: ByteRanges | None = None) -> None:
         """Those of `cuts` come first."""
         self._spans, self._cuts = [_parts(span) for span in spans], cuts
         tensors = [part.source for parts in self._spans for part in parts]
@@ -288,7 +288,7 @@ def self_test(kernels: ModuleType, device: torch.device) -> str:
         for row, out in enumerate(expected):
             code.encode(row, [data[a + shift : b].numpy().data for a, b in cuts], out)
         outs = [there.new_empty(size) for _ in code.rows]
-        kernels.encode_rows(code.rows, [[Part(0, there[a + shift : b])] for a, b in cuts], outs)
+        kernels.encode_rows(code.rows, [[TensorBytes(0, there[a + shift : b])] for a, b in cuts], outs)
         if [bytearray(out.cpu().numpy()) for out in outs] != expected:
             return "parity is wrong"
         found = kernels.fingerprint_chunks(there[shift:], CHUNK_BYTES)
@@ -297,10 +297,10 @@ def self_test(kernels: ModuleType, device: torch.device) -> str:
     return ""
 
 
-def _parts(source: Source) -> Sequence[Part]:
+def _parts(source: Source) -> Sequence[TensorBytes]:
     if source is None:
         return []
-    return [Part(0, source)] if isinstance(source, Tensor) else source
+    return [TensorBytes(0, source)] if isinstance(source, Tensor) else source
 
 
 def _in_one(source: Source) -> Tensor | None:
@@ -331,14 +331,14 @@ def _check(k: int, m: int, stripe: Stripe) -> None:
     if len(rows) != len(outs) or not rows:
         raise ValueError(f"{len(outs)} results for {len(rows)} rows")
     for out in outs:
-        _check_parts([Part(0, out)], outs[0].numel(), outs[0].device)
+        _check_parts([TensorBytes(0, out)], outs[0].numel(), outs[0].device)
         if out.numel() != outs[0].numel():
             raise ValueError(f"results of {out.numel()} and {outs[0].numel()} bytes")
     for source in sources:
         _check_parts(_parts(source), outs[0].numel(), outs[0].device)
 
 
-def _check_parts(parts: Sequence[Part], size: int, device: torch.device) -> None:
+def _check_parts(parts: Sequence[TensorBytes], size: int, device: torch.device) -> None:
     end = 0
     for part in parts:
         _check_bytes(part.source)

@@ -28,7 +28,7 @@ from keepstep.parity.code import coefficients
 from keepstep.parity.fingerprint import FINGERPRINT_BYTES, FOLDS, fold_row
 
 if TYPE_CHECKING:
-    from keepstep.parity.gpu.batches import Part
+    from keepstep.parity.gpu.batches import TensorBytes
 
 VECTOR_BYTES = 16
 """the widest load of a thread"""
@@ -77,18 +77,18 @@ _LOW_BITS = tl.constexpr(0x7F7F7F7F)
 _REDUCTION = tl.constexpr(galois.POLYNOMIAL & 0xFF)
 
 
-class Sum(NamedTuple):
+class SumTables(NamedTuple):
     """Rows of coefficients over the same sources, and where each goes. A source may lie in any number of parts."""
 
     rows: tuple[bytes, ...]
-    sources: Sequence[Sequence[Part]]
+    sources: Sequence[Sequence[TensorBytes]]
     outs: Sequence[Tensor]
 
 
 class EncodeTables:
     """Many sums in few launches: one for each set of rows, one more for what is not aligned."""
 
-    def __init__(self, sums: Sequence[Sum], device: torch.device) -> None:
+    def __init__(self, sums: Sequence[SumTables], device: torch.device) -> None:
         self._device = device
         self._held = sums  # the tables have addresses only
         stretches: dict[tuple[tuple[bytes, ...], int], list[list[int]]] = {}
@@ -159,9 +159,9 @@ class FingerprintTables:
         return self._out
 
 
-def encode_rows(rows: Sequence[bytes], sources: Sequence[Sequence[Part]], outs: Sequence[Tensor]) -> None:
+def encode_rows(rows: Sequence[bytes], sources: Sequence[Sequence[TensorBytes]], outs: Sequence[Tensor]) -> None:
     """outs[r] = the sum of rows[r][i] times sources[i], each source read once. One launch where all is aligned."""
-    EncodeTables([Sum(tuple(rows), sources, outs)], outs[0].device).run()
+    EncodeTables([SumTables(tuple(rows), sources, outs)], outs[0].device).run()
 
 
 def fingerprint_chunks(data: Tensor, chunk_bytes: int) -> Tensor:
@@ -172,7 +172,7 @@ def fingerprint_chunks(data: Tensor, chunk_bytes: int) -> Tensor:
     return FingerprintTables(rows, len(rows), data.device).run()
 
 
-def extents(spans: Sequence[Sequence[Part]]) -> Tensor:
+def extents(spans: Sequence[Sequence[TensorBytes]]) -> Tensor:
     """For FingerprintTables: a row for each part, (address its span would begin at, begin, end, index of its span)."""
     found = [
         (part.source.data_ptr() - part.begin, part.begin, part.end, index)
@@ -256,7 +256,7 @@ def _upload(table: Tensor, device: torch.device) -> Tensor:
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
-def _stretches(one: Sum) -> Iterator[tuple[int, list[int]]]:
+def _stretches(one: SumTables) -> Iterator[tuple[int, list[int]]]:
     """(step, [bytes, address of each source, address of each out]): in a stretch a source is there or it is not (0)."""
     outs = [out.data_ptr() for out in one.outs]
     sources = [[(part.begin, part.end, part.source.data_ptr() - part.begin) for part in parts] for parts in one.sources]

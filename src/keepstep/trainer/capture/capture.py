@@ -30,19 +30,19 @@ from keepstep.arena import records as h
 from keepstep.arena.records import TrainerHeader
 from keepstep.config import TakeConfig
 from keepstep.errors import CaptureError
-from keepstep.trainer.capture.device_copy import Departure
-from keepstep.trainer.capture.device_lane import Lanes
-from keepstep.trainer.capture.host_copy import Moving
-from keepstep.trainer.capture.job import Job, Spent
-from keepstep.trainer.capture.next_checks import Prepared
-from keepstep.trainer.connection.world import Place as Place
+from keepstep.trainer.capture.device_copy import DeviceTransfer
+from keepstep.trainer.capture.device_lane import DeviceLanes
+from keepstep.trainer.capture.host_copy import HostCopier
+from keepstep.trainer.capture.job import CaptureCost, CaptureJob
+from keepstep.trainer.capture.next_checks import NextChecks
+from keepstep.trainer.connection.world import RankPlace
 from keepstep.trainer.integrity.fingerprints import frame
 from keepstep.trainer.landing import Ranges
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.plan.copy_plan import CopyPlan
-from keepstep.trainer.plan.parity_ops import Coded
-from keepstep.trainer.plan.units import Unit
-from keepstep.trainer.state.optimizer_fence import Fence, Gate
+from keepstep.trainer.plan.parity_ops import ParityOp
+from keepstep.trainer.plan.units import CopyOp
+from keepstep.trainer.state.optimizer_fence import CopyGate, OptimizerFence
 from keepstep.types import Version
 
 log = logging.getLogger("keepstep")
@@ -64,27 +64,27 @@ class Capture:
 
     def __init__(
         self,
-        place: Place,
+        place: RankPlace,
         config: TakeConfig,
-        fence: Fence,
+        fence: OptimizerFence,
         *,
-        landed: Callable[[Job, Ranges], None],
-        committed: Callable[[Job], None],
-        voided: Callable[[Job, str], None],
+        landed: Callable[[CaptureJob, Ranges], None],
+        committed: Callable[[CaptureJob], None],
+        voided: Callable[[CaptureJob, str], None],
     ) -> None:
         self._place, self._config, self._fence = place, config, fence
         self._landed, self._committed, self._voided = landed, committed, voided
         # Two may be in flight, and the thread may have begun neither: one that was staged whole has no gate to wait at.
-        self._queue: queue.Queue[Job | None] = queue.Queue(maxsize=2)
-        self._copied: queue.Queue[tuple[Job, str] | None] = queue.Queue(maxsize=2)
-        self._followed: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.lanes = Lanes(config)
-        self._prepared = Prepared(config, self.lanes)
-        self.spent = Spent()
-        self._moving = Moving(config, self.spent, landed=landed, violated=self._violated)
+        self._queue: queue.Queue[CaptureJob | None] = queue.Queue(maxsize=2)
+        self._copied: queue.Queue[tuple[CaptureJob, str] | None] = queue.Queue(maxsize=2)
+        self._followed: queue.SimpleQueue[CaptureJob | None] = queue.SimpleQueue()
+        self.lanes = DeviceLanes(config)
+        self._prepared = NextChecks(config, self.lanes)
+        self.spent = CaptureCost()
+        self._moving = HostCopier(config, self.spent, landed=landed, violated=self._violated)
         self._saying = threading.Lock()
         """held from the moment a capture is not in flight any more until the keeper was told"""
-        self._flying: list[Job] = []
+        self._flying: list[CaptureJob] = []
         """oldest first"""
         self._pressed = False
         """the one before found another in flight, or no slot: the next may be due as soon, whatever pause there was"""
@@ -100,7 +100,7 @@ class Capture:
             thread.start()
 
     @property
-    def current(self) -> Job | None:
+    def current(self) -> CaptureJob | None:
         """The newest capture in flight."""
         flying = self._flying
         return flying[-1] if flying else None
@@ -149,10 +149,10 @@ class Capture:
         )  # fmt: skip
         sequence = arena.write_trainer_header(slot, header)
         view.write_layout(slot, plan)
-        gates = {index: Gate() for index in parts.owners}
+        gates = {index: CopyGate() for index in parts.owners}
         checks = self._prepared.next_checks(plan, parts)
         pressed, hurried = bool(self._flying), self._is_hurried()
-        job = Job(version, view, slot, header, sequence, plan, parts, gates, checks, behind, look, hurried)
+        job = CaptureJob(version, view, slot, header, sequence, plan, parts, gates, checks, behind, look, hurried)
         if parts.small is not None:
             parts.small.write(arena.segment.fd, arena.payload_span(slot).offset)
         self._copy_eager(job, parts.eager)
@@ -169,23 +169,23 @@ class Capture:
         self._pressed = pressed
         self._fence.arm(gates)
 
-    def _gather_now(self, job: Job) -> None:
+    def _gather_now(self, job: CaptureJob) -> None:
         for one in job.parts.gathered_now:
             one.collect()
             start = job.view.arena.payload_span(job.slot).offset + one.offset
             job.staged.append((job.view.bytes[start : start + one.buffer.numel()], one.buffer.clone()))
 
-    def _depart(self, job: Job, device: torch.device) -> None:
+    def _depart(self, job: CaptureJob, device: torch.device) -> None:
         """Copies of this device begin where its compute stream stands now."""
         cargo = job.view.cargo(job.slot, job.plan, job.parts, device)
         staged = [pair for pair in job.staged if pair[1].device == device]
         checks = (partial(job.checks.look, device), partial(job.checks.leave, device))
-        departure = Departure(self.lanes.of(device), cargo, staged, *checks)
+        departure = DeviceTransfer(self.lanes.of(device), cargo, staged, *checks)
         job.departures.append(departure)
         for owner in departure.owners:
             job.gates[owner].overtake.append(partial(departure.overtake, owner))
 
-    def _check_budget(self, eager: list[Unit | Coded]) -> None:
+    def _check_budget(self, eager: list[CopyOp | ParityOp]) -> None:
         size = sum(unit.read_bytes for unit in eager if unit.device.type == "cpu")
         rate = self.spent.eager_bytes / self.spent.eager_s if self.spent.eager_s > 0.01 else FIRST_GUESS_BYTES_S
         expected_ms = 1000 * size / rate
@@ -197,7 +197,7 @@ class Capture:
                 hint="put the optimizer that writes them into the state, or raise KEEPSTEP_TAKE_BUDGET_MS",
             )
 
-    def _copy_eager(self, job: Job, units: Sequence[Unit | Coded]) -> None:
+    def _copy_eager(self, job: CaptureJob, units: Sequence[CopyOp | ParityOp]) -> None:
         if not units:
             return
         started = time.perf_counter()
@@ -205,7 +205,7 @@ class Capture:
         sources: list[torch.Tensor] = []
         coded_bytes = 0
         for unit, target in zip(units, job.view.targets(job.slot, job.plan, units), strict=True):
-            if isinstance(unit, Coded):
+            if isinstance(unit, ParityOp):
                 coded_bytes += self._encode_eager(job, unit, target)
                 continue
             source = unit.block.source() if unit.block.materialise else unit.source
@@ -221,7 +221,7 @@ class Capture:
             self.spent.eager_bytes += sum(source.numel() for source in sources) + coded_bytes
             self.spent.eager_s += time.perf_counter() - started
 
-    def _encode_eager(self, job: Job, unit: Coded, target: torch.Tensor) -> int:
+    def _encode_eager(self, job: CaptureJob, unit: ParityOp, target: torch.Tensor) -> int:
         """Returns the bytes that were read on the host."""
         if unit.device.type == "cpu":
             unit.compute(target)
@@ -249,7 +249,7 @@ class Capture:
             for index in silent:
                 self._fence.watched[index].distrusted = changed
 
-    def _have_looked(self, job: Job, silent: set[int]) -> bool:
+    def _have_looked(self, job: CaptureJob, silent: set[int]) -> bool:
         """The copy thread may be waiting for its turn."""
         for index in silent:
             job.gates[index].wanted.set()
@@ -297,7 +297,7 @@ class Capture:
         self._followed.put(None)
         self._copied.put(None)
 
-    def _copy(self, job: Job) -> None:
+    def _copy(self, job: CaptureJob) -> None:
         host = job.parts.lazy_on_host
         left = {
             index: sum(index in unit.owners for unit in host) + sum(index in one.owners for one in job.departures)
@@ -320,14 +320,14 @@ class Capture:
             self._look(job)
         self._moving.copy(job, passed)
 
-    def _look(self, job: Job) -> None:
+    def _look(self, job: CaptureJob) -> None:
         """What `take` has left to do."""
         self._write_values(job)
         moved = job.look()
         if moved:  # not otherwise: `suspect` may have said something meanwhile
             job.void = moved
 
-    def _write_values(self, job: Job) -> None:
+    def _write_values(self, job: CaptureJob) -> None:
         values, arena = job.behind(), job.view.arena
         arena.segment.write(arena.values_span(job.slot).offset, values)
         job.header = replace(job.header, values_bytes=len(values))
@@ -366,12 +366,12 @@ class Capture:
             if not reason:
                 self._prepared.gathering(job.parts)
 
-    def _choose_checks(self, job: Job, *, whole: bool) -> None:
+    def _choose_checks(self, job: CaptureJob, *, whole: bool) -> None:
         if job.checks:
             count = most_in_flight(job.view.arena.num_slots)
             self._prepared.choose(job.plan, job.parts, count=count, whole=whole)
 
-    def _land(self, job: Job) -> str:
+    def _land(self, job: CaptureJob) -> str:
         """Wait until all of it is there. Returns why the snapshot is void, if it is."""
         for departure in job.departures:
             moved, took_s = departure.finish()
@@ -379,7 +379,7 @@ class Capture:
             self.spent.copy_s += took_s
         return job.void or next((g.broken for g in job.gates.values() if g.broken), "") or self._compare(job)
 
-    def _compare(self, job: Job) -> str:
+    def _compare(self, job: CaptureJob) -> str:
         """What was seen at the source against what landed. Returns what is wrong."""
         job.plan.history.snapshots += 1
         if not job.checks:
@@ -397,14 +397,14 @@ class Capture:
         except RuntimeError:  # the interpreter ends and starts no threads any more: the last snapshot counts too
             return map(look, starts)
 
-    def _violated(self, job: Job, unit: Unit | Coded) -> None:
+    def _violated(self, job: CaptureJob, unit: CopyOp | ParityOp) -> None:
         names = [self._fence.watched[index].name for index in sorted(unit.owners)]
         job.void = f"{unit.path} changed while it was copied: something writes it outside {', '.join(names)}.step()"
         log.error("%s; it is copied inside take from now on", job.void)
         for index in unit.owners:
             self._fence.watched[index].distrusted = job.void
 
-    def _commit(self, job: Job) -> None:
+    def _commit(self, job: CaptureJob) -> None:
         """The last act: from here on the snapshot is whole."""
         header = replace(job.header, state=h.COMMITTED)
         prints = job.checks.encode()
@@ -412,7 +412,7 @@ class Capture:
             header = self._keep_prints(job, header, prints)
         job.view.arena.write_trainer_header(job.slot, header)
 
-    def _keep_prints(self, job: Job, header: TrainerHeader, prints: bytes) -> TrainerHeader:
+    def _keep_prints(self, job: CaptureJob, header: TrainerHeader, prints: bytes) -> TrainerHeader:
         """Behind the values, as far as there is room."""
         span = job.view.arena.values_span(job.slot)
         suffix = frame(prints, span.size_bytes - header.values_bytes)
@@ -421,7 +421,7 @@ class Capture:
         job.view.arena.segment.write(span.offset + header.values_bytes, suffix)
         return replace(header, flags=header.flags | h.PRINTS, values_bytes=header.values_bytes + len(suffix))
 
-    def _finish(self, job: Job, reason: str) -> None:
+    def _finish(self, job: CaptureJob, reason: str) -> None:
         with self._saying:
             self._flying.remove(job)
             try:

@@ -26,10 +26,10 @@ import torch
 from keepstep import faults
 from keepstep.layout import align
 from keepstep.parity.gpu import batches as parity
-from keepstep.trainer.capture.small_tensors import Gathered, in_batches
-from keepstep.trainer.capture.split import Split
+from keepstep.trainer.capture.small_tensors import SmallTensorBatch, in_batches
+from keepstep.trainer.capture.split import StagingPolicy
 from keepstep.trainer.landing import Ranges
-from keepstep.trainer.plan.coded_runs import CodedRun
+from keepstep.trainer.plan.coded_runs import ParityRun
 
 log = logging.getLogger("keepstep")
 
@@ -41,11 +41,11 @@ TURN_S = 0.005
 
 
 @dataclass(frozen=True)
-class Piece:
+class CopyPiece:
     """Part of a unit, small enough to be one copy."""
 
     target: torch.Tensor
-    source: torch.Tensor | CodedRun
+    source: torch.Tensor | ParityRun
     owners: frozenset[int]
 
     @property
@@ -56,27 +56,27 @@ class Piece:
         """Offset and size."""
         return self.target.data_ptr() - payload.data_ptr(), self.size_bytes
 
-    def leave(self, lane: Lane) -> None:
+    def leave(self, lane: DeviceLane) -> None:
         """Queue the copy to the host on the current stream; parity is computed on the way."""
         faults.point("capture.copy")
         source = self.source
-        if isinstance(source, CodedRun):
+        if isinstance(source, ParityRun):
             source = source.compute(lane.scratch(self.size_bytes), lane.checking)
         self.target.copy_(source, non_blocking=True)
 
 
-def cut(target: torch.Tensor, source: torch.Tensor, owners: frozenset[int]) -> list[Piece]:
+def cut(target: torch.Tensor, source: torch.Tensor, owners: frozenset[int]) -> list[CopyPiece]:
     starts = range(0, target.numel(), PIECE_BYTES)
-    return [Piece(target[a : a + PIECE_BYTES], source[a : a + PIECE_BYTES], owners) for a in starts]
+    return [CopyPiece(target[a : a + PIECE_BYTES], source[a : a + PIECE_BYTES], owners) for a in starts]
 
 
 @dataclass(frozen=True)
-class Cargo:
+class TransferPlan:
     """All that leaves one device with each snapshot into one slot; worked out once."""
 
     payload: torch.Tensor
-    gathered: Sequence[Gathered]
-    pieces: Sequence[Piece]
+    gathered: Sequence[SmallTensorBatch]
+    pieces: Sequence[CopyPiece]
     landing: dict[int, Ranges] = field(default_factory=dict)
     """by index of a piece: what is whole in the payload behind it"""
 
@@ -91,7 +91,7 @@ class Cargo:
         return frozenset[int]().union(*found)
 
 
-class Lane:
+class DeviceLane:
     """What captures need on one device: streams, memory for clones, and what was learnt about the time there is."""
 
     def __init__(self, device: torch.device, budget_bytes: int, *, scale: float = 1.0) -> None:
@@ -105,7 +105,7 @@ class Lane:
         self.vacant: torch.cuda.Event | None = None
         """after it they have left, too"""
         self.memory = _staging(device, budget_bytes)
-        self.split = Split(self.memory.numel(), scale=scale)
+        self.split = StagingPolicy(self.memory.numel(), scale=scale)
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
 
     def warm_up(self, codes: set[tuple[int, int]]) -> None:
@@ -144,13 +144,13 @@ def _staging(device: torch.device, budget_bytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device)
 
 
-class Departure:
+class DeviceTransfer:
     """What one snapshot copies from one device."""
 
     def __init__(
         self,
-        lane: Lane,
-        cargo: Cargo,
+        lane: DeviceLane,
+        cargo: TransferPlan,
         staged: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         look: Callable[[], None] = lambda: None,
         tell: Callable[[], None] = lambda: None,
@@ -248,7 +248,7 @@ class Departure:
         for piece in self._late:
             clones.append(self.lane.memory[at : at + piece.size_bytes])
             at += align(piece.size_bytes)
-            if isinstance(piece.source, CodedRun):
+            if isinstance(piece.source, ParityRun):
                 piece.source.compute(clones[-1], self.lane.checking)
             else:
                 copied[0].append(clones[-1])

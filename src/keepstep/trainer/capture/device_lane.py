@@ -9,22 +9,22 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from keepstep.config import TakeConfig
-from keepstep.trainer.capture.device_copy import PIECE_BYTES, Lane
+from keepstep.trainer.capture.device_copy import PIECE_BYTES, DeviceLane
 
 # For tests only: a factor on what the split holds to be possible in time.
 WINDOW_SCALE = "KEEPSTEP_TEST_WINDOW_SCALE"
 
 
-class Lanes:
+class DeviceLanes:
     """Made before training where the state is known by then, else with the first snapshot."""
 
     def __init__(self, config: TakeConfig) -> None:
         self._config = config
-        self._lanes: dict[torch.device, Lane] = {}
+        self._lanes: dict[torch.device, DeviceLane] = {}
 
-    def of(self, device: torch.device) -> Lane:
+    def of(self, device: torch.device) -> DeviceLane:
         if device not in self._lanes:
-            self._lanes[device] = Lane(device, 0)
+            self._lanes[device] = DeviceLane(device, 0)
         return self._lanes[device]
 
     def prepare(self, sizes: dict[torch.device, int], codes: set[tuple[int, int]]) -> None:
@@ -32,7 +32,7 @@ class Lanes:
         scale = float(os.environ.get(WINDOW_SCALE, "1"))
         for device, size_bytes in sizes.items():
             if device not in self._lanes:
-                self._lanes[device] = Lane(device, self._budget(device, size_bytes), scale=scale)
+                self._lanes[device] = DeviceLane(device, self._budget(device, size_bytes), scale=scale)
                 self._lanes[device].warm_up(codes)
 
     def _budget(self, device: torch.device, size_bytes: int) -> int:

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 import torch
 
 from keepstep.arena.records import TrainerHeader
-from keepstep.trainer.capture.device_copy import Departure
-from keepstep.trainer.integrity.checks import Checks
+from keepstep.trainer.capture.device_copy import DeviceTransfer
+from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.memory.arena_view import ArenaView
-from keepstep.trainer.plan.copy_plan import CopyPlan, Parts
-from keepstep.trainer.state.optimizer_fence import Gate
+from keepstep.trainer.plan.copy_plan import CopyPlan, CopySchedule
+from keepstep.trainer.state.optimizer_fence import CopyGate
 from keepstep.types import Version
 
 
 @dataclass
-class Job:
+class CaptureJob:
     """A capture in flight."""
 
     version: Version
@@ -28,9 +28,9 @@ class Job:
     sequence: int
     """of that header in the arena"""
     plan: CopyPlan
-    parts: Parts
-    gates: dict[int, Gate]
-    checks: Checks
+    parts: CopySchedule
+    gates: dict[int, CopyGate]
+    checks: SnapshotChecks
     behind: Callable[[], bytes]
     """work that `take` has left to the copy thread; gives the encoded values"""
     look: Callable[[], str]
@@ -41,13 +41,13 @@ class Job:
     """all that its devices have to do is queued, or nothing more will be"""
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(target, device clone) made inside `take`"""
-    departures: list[Departure] = field(default_factory=list)
+    departures: list[DeviceTransfer] = field(default_factory=list)
     """one for each device"""
     void: str = ""
 
 
 @dataclass
-class Spent:
+class CaptureCost:
     """What captures have cost so far."""
 
     eager_bytes: int = 0

@@ -11,9 +11,9 @@ import random
 
 from keepstep import faults
 from keepstep.config import TakeConfig
-from keepstep.trainer.capture.device_lane import Lanes
-from keepstep.trainer.integrity.checks import Checks
-from keepstep.trainer.plan.copy_plan import CopyPlan, Parts
+from keepstep.trainer.capture.device_lane import DeviceLanes
+from keepstep.trainer.integrity.checks import SnapshotChecks
+from keepstep.trainer.plan.copy_plan import CopyPlan, CopySchedule
 
 log = logging.getLogger("keepstep")
 
@@ -21,22 +21,22 @@ FULL_CHECKS = 3
 """the first snapshots of a layout are compared in full"""
 
 
-class Prepared:
+class NextChecks:
     """By plan: a layout has one for each turn of its shares."""
 
-    def __init__(self, config: TakeConfig, lanes: Lanes) -> None:
+    def __init__(self, config: TakeConfig, lanes: DeviceLanes) -> None:
         self._config, self._lanes = config, lanes
         self._random = random.Random()
-        self._checks: dict[int, tuple[CopyPlan, Parts, list[Checks]]] = {}
+        self._checks: dict[int, tuple[CopyPlan, CopySchedule, list[SnapshotChecks]]] = {}
 
-    def next_checks(self, plan: CopyPlan, parts: Parts) -> Checks:
+    def next_checks(self, plan: CopyPlan, parts: CopySchedule) -> SnapshotChecks:
         """Something of what will be copied behind `take`, as it is now."""
         if not self._config.fingerprint or not parts.lazy:
-            return Checks()
+            return SnapshotChecks()
         faults.point("capture.sample")
         prepared = self._checks.get(id(plan))
         known = prepared is not None and prepared[1] is parts and prepared[2]
-        checks = known.pop(0) if known else Checks.first(parts, self._random)
+        checks = known.pop(0) if known else SnapshotChecks.first(parts, self._random)
         checks.take()
         return checks
 
@@ -44,7 +44,7 @@ class Prepared:
         """Whether the next snapshot with this plan is looked at in full."""
         return self._config.fingerprint_all or plan.history.snapshots <= FULL_CHECKS
 
-    def choose(self, plan: CopyPlan, parts: Parts, *, count: int, whole: bool) -> None:
+    def choose(self, plan: CopyPlan, parts: CopySchedule, *, count: int, whole: bool) -> None:
         """Other places for the next snapshots with this plan: as many as may begin before this is called again."""
         for key, (other, _, _) in list(self._checks.items()):
             if other.history is not plan.history:
@@ -55,12 +55,12 @@ class Prepared:
         while len(prepared[2]) < count:
             try:
                 with self._lanes.aside():
-                    prepared[2].append(Checks.next(parts, self._random, whole=whole))
+                    prepared[2].append(SnapshotChecks.next(parts, self._random, whole=whole))
             except Exception as error:  # a device without memory, say: the snapshots themselves are whole all the same
                 log.warning("the next snapshot is only sampled: %s", error)
                 return
 
-    def gathering(self, parts: Parts) -> None:
+    def gathering(self, parts: CopySchedule) -> None:
         """Have the addresses of small tensors on their device."""
         try:
             with self._lanes.aside():

@@ -17,7 +17,7 @@ from keepstep import faults
 from keepstep.errors import CaptureError
 from keepstep.layout import ALIGN
 from keepstep.trainer.capture.small_tensors import runs_of
-from keepstep.trainer.plan.units import Unit
+from keepstep.trainer.plan.units import CopyOp
 
 MOST_PIECES = 1024
 """in one call (IOV_MAX)"""
@@ -42,7 +42,7 @@ class _Call:
 class Scattered:
     """Units of the host, and the calls that write them."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[CopyOp]) -> None:
         self.units = units  # the calls have addresses only
         self._calls = [call for run in runs_of(units) for call in _calls(run)]
 
@@ -56,7 +56,7 @@ class Scattered:
                 raise CaptureError(f"small tensors from {self.units[0].path} on could not be read: {why}")
 
 
-def _calls(run: list[Unit]) -> list[_Call]:
+def _calls(run: list[CopyOp]) -> list[_Call]:
     """What lies between two units is padding, and written as zeros."""
     ends = [*(unit.offset for unit in run[1:]), run[-1].offset + run[-1].size_bytes]
     pieces, calls, start = list[tuple[int, int]](), list[_Call](), run[0].offset

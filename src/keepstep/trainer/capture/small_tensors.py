@@ -9,19 +9,19 @@ import torch
 
 from keepstep.layout import ALIGN
 from keepstep.parity.gpu.batches import CopyBatch
-from keepstep.trainer.plan.units import Unit
+from keepstep.trainer.plan.units import CopyOp
 
 AT_ONCE = 2048
 """tensors per call: a call with more holds the interpreter for milliseconds"""
 
 
 @dataclass
-class Gathered:
+class SmallTensorBatch:
     """Units that lie side by side in the payload, and a buffer on their device that looks the same."""
 
     offset: int
     buffer: torch.Tensor
-    units: Sequence[Unit]
+    units: Sequence[CopyOp]
     batches: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
     """(places in the buffer, sources)"""
     owners: frozenset[int]
@@ -47,22 +47,22 @@ class Gathered:
         payload[self.offset : self.offset + self.buffer.numel()].copy_(self.buffer, non_blocking=True)
 
 
-def gather(units: Sequence[Unit]) -> list[Gathered]:
+def gather(units: Sequence[CopyOp]) -> list[SmallTensorBatch]:
     """All units are on one device. Those with a hole between them go apart."""
-    found: list[Gathered] = []
+    found: list[SmallTensorBatch] = []
     for run in runs_of(units):
         start, end = run[0].offset, run[-1].offset + run[-1].size_bytes
         buffer = torch.zeros(end - start, dtype=torch.uint8, device=run[0].device)
         places = [buffer[unit.offset - start : unit.offset - start + unit.size_bytes] for unit in run]
         owners = frozenset[int]().union(*(unit.owners for unit in run))
         batches = in_batches(places, [unit.source for unit in run])
-        found.append(Gathered(start, buffer, run, batches, owners))
+        found.append(SmallTensorBatch(start, buffer, run, batches, owners))
     return found
 
 
-def runs_of(units: Sequence[Unit]) -> list[list[Unit]]:
+def runs_of(units: Sequence[CopyOp]) -> list[list[CopyOp]]:
     """Side by side in the payload: nothing but padding is between them."""
-    runs: list[list[Unit]] = []
+    runs: list[list[CopyOp]] = []
     end = -1
     for unit in sorted(units, key=lambda unit: unit.offset):
         if not runs or unit.offset - end >= ALIGN:

@@ -18,7 +18,7 @@ TRUST = 0.25
 
 
 @dataclass
-class Split:
+class StagingPolicy:
     """For one device. `scale` is for tests: a factor on what is held to be possible in time."""
 
     budget_bytes: int

@@ -25,8 +25,8 @@ from keepstep.config import Config
 from keepstep.control.client import KeeperClient
 from keepstep.control.membership import (
     SECRET_BYTES,
-    Agreement,
-    Known,
+    NodeClaim,
+    RoundAgreement,
     agree,
     check_losses,
     membership,
@@ -37,7 +37,7 @@ from keepstep.control.messages import CardIs, Done, Membership, NodeCard, WantCa
 from keepstep.control.spawn import start_keeper
 from keepstep.errors import ConfigError, KeeperError
 from keepstep.identity import Identity
-from keepstep.trainer.capture.capture import Place
+from keepstep.trainer.connection.world import RankPlace
 from keepstep.types import Incarnation
 
 log = logging.getLogger("keepstep")
@@ -47,37 +47,37 @@ _served: list[Any] = []
 """what rank 0 serves when nobody does: init_process_group finds it there and shares it"""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RankAnswer(msgspec.Struct, frozen=True):
     """What a rank says to a call; the first trainer of a node brings its keeper's card."""
 
     token: str
-    known: Known | None = None
+    known: NodeClaim | None = None
     members: list[NodeCard] = []
 
 
 @dataclass(frozen=True)
-class Met:
+class AgreedIncarnation:
     incarnation: Incarnation
     membership: Membership | None
     """what this trainer told its keeper, to be told again to one that takes its place"""
 
 
-def meet(identity: Identity, config: Config, place: Place) -> Met:
+def meet(identity: Identity, config: Config, place: RankPlace) -> AgreedIncarnation:
     """Agree with all other trainers of the round. Every wait ends after `keeper.request_s`."""
     deadline = time.monotonic() + config.keeper.request_s
     store = _store(place, config.keeper.request_s)
     secret = read_secret(config.secret_file)
-    answer = Answer(secrets.token_hex(8))
+    answer = RankAnswer(secrets.token_hex(8))
     client = None
     try:
         if place.local_index == 0:
             client = _keeper(identity, config)
             card, _ = client.request(WantCard(), CardIs, timeout_s=config.keeper.request_s)
-            known = Known.from_card(card, has_secret=bool(secret))
-            answer = Answer(answer.token, known, card.members)
+            known = NodeClaim.from_card(card, has_secret=bool(secret))
+            answer = RankAnswer(answer.token, known, card.members)
         take_part = _preside if place.rank == 0 else _attend
         call = take_part(store, place, answer, deadline)
-        agreed = msgspec.json.decode(store.get(f"agreement/{call}"), type=Agreement)
+        agreed = msgspec.json.decode(store.get(f"agreement/{call}"), type=RoundAgreement)
         told = _tell(client, agreed, identity, config, secret) if client is not None else None
     finally:
         if client is not None:
@@ -86,16 +86,16 @@ def meet(identity: Identity, config: Config, place: Place) -> Met:
     if told is not None:
         store.set(f"told/{call}/{first}", "1")
     _wait(store, [f"told/{call}/{first}"], deadline, "this node's first trainer")
-    return Met(agreed.incarnation, told)
+    return AgreedIncarnation(agreed.incarnation, told)
 
 
-def _preside(store: Any, place: Place, answer: Answer, deadline: float) -> str:
+def _preside(store: Any, place: RankPlace, answer: RankAnswer, deadline: float) -> str:
     call = secrets.token_hex(8)
     store.set(f"answer/{call}/0", msgspec.json.encode(answer).decode())
     store.set("call", call)
     keys = [f"answer/{call}/{rank}" for rank in range(place.world_size)]
     _wait(store, keys, deadline, "the trainers of all nodes")
-    answers = [msgspec.json.decode(text, type=Answer) for text in store.multi_get(keys)]
+    answers = [msgspec.json.decode(text, type=RankAnswer) for text in store.multi_get(keys)]
     nodes = {said.token: said.known for said in answers if said.known is not None}  # in the order of ranks
     best = newest_members(nodes)
     last = next((said.members for said in answers if said.token == best), [])
@@ -106,7 +106,7 @@ def _preside(store: Any, place: Place, answer: Answer, deadline: float) -> str:
     return call
 
 
-def _attend(store: Any, place: Place, answer: Answer, deadline: float) -> str:
+def _attend(store: Any, place: RankPlace, answer: RankAnswer, deadline: float) -> str:
     answered, text = "", msgspec.json.encode(answer).decode()
     _wait(store, ["call"], deadline, "the call of rank 0")
     while True:
@@ -122,7 +122,9 @@ def _attend(store: Any, place: Place, answer: Answer, deadline: float) -> str:
         time.sleep(LOOK_S)
 
 
-def _tell(client: KeeperClient, agreed: Agreement, identity: Identity, config: Config, secret: bytes) -> Membership:
+def _tell(
+    client: KeeperClient, agreed: RoundAgreement, identity: Identity, config: Config, secret: bytes
+) -> Membership:
     if agreed.refusal:
         raise ConfigError(agreed.refusal, hint="the same settings on all nodes")
     check_losses(config.parity.losses, len(agreed.nodes))
@@ -144,7 +146,7 @@ def _keeper(identity: Identity, config: Config) -> KeeperClient:
         start_keeper(identity, config)
 
 
-def _store(place: Place, timeout_s: float) -> Any:
+def _store(place: RankPlace, timeout_s: float) -> Any:
     if torch.distributed.is_initialized():
         from torch.distributed.distributed_c10d import _get_default_store
 

@@ -12,8 +12,8 @@ from keepstep.config import Config
 from keepstep.control.messages import Register
 from keepstep.errors import ConfigError
 from keepstep.identity import Identity, identify, process_key
-from keepstep.trainer.capture.capture import Place
-from keepstep.trainer.connection.agreement import Met, meet
+from keepstep.trainer.connection.agreement import AgreedIncarnation, meet
+from keepstep.trainer.connection.world import RankPlace
 from keepstep.types import Incarnation
 
 log = logging.getLogger("keepstep")
@@ -21,20 +21,20 @@ log = logging.getLogger("keepstep")
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-def find_place(environ: Mapping[str, str] | None = None) -> Place:
+def find_place(environ: Mapping[str, str] | None = None) -> RankPlace:
     """Rank and world from the process group, else from the launcher's environment, else a single process."""
     environ = os.environ if environ is None else environ
     rank, world = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     local_world = _number(environ, "LOCAL_WORLD_SIZE", world)
-    place = Place(rank, world, _number(environ, "LOCAL_RANK", rank % max(local_world, 1)), local_world)
+    place = RankPlace(rank, world, _number(environ, "LOCAL_RANK", rank % max(local_world, 1)), local_world)
     if not (0 <= place.rank < place.world_size and 0 <= place.local_index < place.local_world_size <= place.world_size):
         raise ConfigError(f"the environment contradicts itself: {place}", hint="check RANK, WORLD_SIZE and LOCAL_RANK")
     return place
 
 
-def find_identity(config: Config, place: Place) -> Identity:
+def find_identity(config: Config, place: RankPlace) -> Identity:
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     owner = os.getppid() if launched or place.world_size > 1 else os.getpid()
     identity = identify(config, launch=process_key(owner))
@@ -51,14 +51,14 @@ def find_identity(config: Config, place: Place) -> Identity:
     return identity
 
 
-def meet_if_needed(identity: Identity, config: Config, place: Place) -> Met | None:
+def meet_if_needed(identity: Identity, config: Config, place: RankPlace) -> AgreedIncarnation | None:
     """Several nodes whose launcher agreed on nothing agree by themselves."""
     if "KEEPSTEP_INCARNATION" in os.environ or place.world_size == place.local_world_size:
         return None
     return meet(identity, config, place)
 
 
-def registration(config: Config, place: Place, met: Met | None = None) -> Register:
+def registration(config: Config, place: RankPlace, met: AgreedIncarnation | None = None) -> Register:
     environ = os.environ
     launched = "TORCHELASTIC_RUN_ID" in environ
     given = environ.get("KEEPSTEP_INCARNATION")

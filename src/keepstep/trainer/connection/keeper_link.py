@@ -60,7 +60,7 @@ GIVE_BACK_BATCH = 32
 MAX_WORDS = 4
 M = TypeVar("M")
 
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_links: weakref.WeakSet[KeeperLink] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Listeners:
     """the memory that this trainer writes was not taken back by the new keeper"""
 
 
-class Link:
+class KeeperLink:
     """Registered with the keeper of this node for as long as it is open."""
 
     def __init__(

@@ -10,7 +10,7 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Who captures: goes into every slot header."""
 
     rank: int
@@ -27,7 +27,7 @@ class World:
     nodes: tuple[int, ...]
 
     @classmethod
-    def of(cls, place: Place, environ: Mapping[str, str] | None = None) -> World | None:
+    def of(cls, place: RankPlace, environ: Mapping[str, str] | None = None) -> World | None:
         """None on a single node, and where nobody can say which ranks share a node."""
         environ = os.environ if environ is None else environ
         size, local = place.world_size, place.local_world_size

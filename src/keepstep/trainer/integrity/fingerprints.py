@@ -22,9 +22,9 @@ from keepstep.errors import IntegrityError
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import coefficients, weighted_sum
 from keepstep.parity.fingerprint import FINGERPRINT_BYTES, combine, fingerprint
-from keepstep.parity.gpu.batches import Cuts, FingerprintBatch, Part
-from keepstep.trainer.plan.parity_ops import Coded
-from keepstep.trainer.plan.units import Unit
+from keepstep.parity.gpu.batches import ByteRanges, FingerprintBatch, TensorBytes
+from keepstep.trainer.plan.parity_ops import ParityOp
+from keepstep.trainer.plan.units import CopyOp
 
 SHARE = 64
 AT_ONCE = 16
@@ -35,16 +35,16 @@ ROW = np.dtype([("offset", "<u8"), ("size", "<u4"), ("print", f"V{FINGERPRINT_BY
 
 
 @dataclass(frozen=True)
-class Spots:
+class ChunkSample:
     """Chunks of what units write: where each lies in the payload, and whose it is."""
 
-    units: Sequence[Unit | Coded]
+    units: Sequence[CopyOp | ParityOp]
     unit: np.ndarray
     offset: np.ndarray
     size: np.ndarray
 
     @classmethod
-    def of(cls, units: Sequence[Unit | Coded], chosen: random.Random | None) -> Spots:
+    def of(cls, units: Sequence[CopyOp | ParityOp], chosen: random.Random | None) -> ChunkSample:
         """All chunks, or those that are drawn."""
         sizes = np.array([unit.size_bytes for unit in units], dtype=np.int64)
         counts = -(-sizes // CHUNK_BYTES)
@@ -60,18 +60,20 @@ class Spots:
         return len(self.unit)
 
 
-class Prints:
+class DeviceFingerprints:
     """Of one snapshot on one device. Made behind the snapshot before: making it waits for the device."""
 
-    def __init__(self, units: Sequence[Unit | Coded], rng: random.Random, *, whole: bool) -> None:
-        plain = [unit for unit in units if isinstance(unit, Unit)]
-        coded = [unit for unit in units if isinstance(unit, Coded)]
+    def __init__(self, units: Sequence[CopyOp | ParityOp], rng: random.Random, *, whole: bool) -> None:
+        plain = [unit for unit in units if isinstance(unit, CopyOp)]
+        coded = [unit for unit in units if isinstance(unit, ParityOp)]
         self.device = units[0].device
         self._rng, chosen = rng, None if whole else rng
-        self._plain, self._coded = Spots.of(plain, chosen), Spots.of(coded, chosen)
-        sources = [[Part(part.begin, part.source) for part in parts] for unit in self._drawn() for parts in unit.chunks]
+        self._plain, self._coded = ChunkSample.of(plain, chosen), ChunkSample.of(coded, chosen)
+        sources = [
+            [TensorBytes(part.begin, part.source) for part in parts] for unit in self._drawn() for parts in unit.chunks
+        ]
         begin = self._plain.offset - np.array([unit.offset for unit in plain], dtype=np.int64)[self._plain.unit]
-        cuts = Cuts([unit.source for unit in plain], self._plain.unit, begin, self._plain.size)
+        cuts = ByteRanges([unit.source for unit in plain], self._plain.unit, begin, self._plain.size)
         self._batch = FingerprintBatch(sources, cuts)
         self._rows: torch.Tensor | None = None
         self._read: np.ndarray | None = None
@@ -83,9 +85,9 @@ class Prints:
         self.has_left = False
         """they are on their way to the host, or there"""
 
-    def _drawn(self) -> list[Coded]:
+    def _drawn(self) -> list[ParityOp]:
         units = [self._coded.units[index] for index in self._coded.unit]
-        return [unit for unit in units if isinstance(unit, Coded)]
+        return [unit for unit in units if isinstance(unit, ParityOp)]
 
     def compute(self) -> None:
         """Queue them on the current stream. Once."""
@@ -103,7 +105,7 @@ class Prints:
             self._landed = torch.cuda.current_stream(self.device).record_event()
         self.has_left = True
 
-    def changed_at_source(self, owners: set[int]) -> Unit | Coded | None:
+    def changed_at_source(self, owners: set[int]) -> CopyOp | ParityOp | None:
         """The first unit of these optimizers that is not what it was. Waits for the device.
 
         What was seen at `take` stays what it is: others of these units may rightly have changed since, and it will be
@@ -113,7 +115,7 @@ class Prints:
         differs = (before != self._with_parity(self._batch.run().cpu().numpy())).any(axis=1)
         return next((unit for unit in self._units_at(differs) if unit.owners & owners), None)
 
-    def changed_on_the_way(self, payload: torch.Tensor, over: Over = map) -> Unit | Coded | None:
+    def changed_on_the_way(self, payload: torch.Tensor, over: Over = map) -> CopyOp | ParityOp | None:
         """The first unit that did not land as it was taken. Waits for the device, and reads what landed.
 
         `over`: `map`, or that of a pool of threads.
@@ -166,7 +168,7 @@ class Prints:
             at += len(factors)
         return np.concatenate(made)
 
-    def _units_at(self, marked: np.ndarray) -> list[Unit | Coded]:
+    def _units_at(self, marked: np.ndarray) -> list[CopyOp | ParityOp]:
         both = [(self._plain, marked[: len(self._plain)]), (self._coded, marked[len(self._plain) :])]
         return [spots.units[index] for spots, there in both for index in spots.unit[there]]
 
@@ -208,7 +210,7 @@ def check_restored(encoded: bytes, written: Sequence[tuple[int, torch.Tensor, st
         own = np.flatnonzero(inside & there[which])
         if not len(own):
             continue
-        cuts = Cuts([flat for _, flat, _ in ordered], which[own], begin[own], rows["size"][own].astype(np.int64))
+        cuts = ByteRanges([flat for _, flat, _ in ordered], which[own], begin[own], rows["size"][own].astype(np.int64))
         expected = rows["print"][own].copy().view(np.uint8).reshape(-1, FINGERPRINT_BYTES)
         wrong = np.flatnonzero((FingerprintBatch([], cuts).run().cpu().numpy() != expected).any(axis=1))
         if len(wrong):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from keepstep.layout import ALIGN, align
-from keepstep.trainer.plan.parity_ops import Coded
-from keepstep.trainer.plan.units import Unit
+from keepstep.trainer.plan.parity_ops import ParityOp
+from keepstep.trainer.plan.units import CopyOp
 
 # A lazily copied tensor is sampled at `take`: this share of its bytes, within these bounds.
 SAMPLE_SHARE = 256
@@ -23,21 +23,21 @@ MAX_SAMPLES = 256
 
 
 @dataclass(frozen=True)
-class Window:
+class SampleWindow:
     """A stretch of what one unit writes, and the bytes that it is made of."""
 
-    unit: Unit | Coded
+    unit: CopyOp | ParityOp
     offset: int
     """in the unit"""
     size_bytes: int
     sources: list[torch.Tensor]
-    coded: Coded | None = None
+    coded: ParityOp | None = None
 
     @classmethod
-    def choose(cls, unit: Unit | Coded, rng: random.Random) -> Window:
+    def choose(cls, unit: CopyOp | ParityOp, rng: random.Random) -> SampleWindow:
         size = min(unit.size_bytes, max(SAMPLE_MIN, min(SAMPLE_MAX, unit.size_bytes // SAMPLE_SHARE)))
         offset = rng.randrange(unit.size_bytes - size + 1)
-        coded = unit.window(offset, size) if isinstance(unit, Coded) else None
+        coded = unit.window(offset, size) if isinstance(unit, ParityOp) else None
         sources = (
             [part.source for part in coded.parts()] if coded is not None else [unit.source[offset : offset + size]]  # type: ignore[union-attr]
         )
@@ -50,10 +50,10 @@ class Window:
         return torch.equal(self.coded.compute_from(taken) if self.coded is not None else taken[0], landed)
 
 
-class Samples:
+class HostSamples:
     """The windows of one snapshot."""
 
-    def __init__(self, windows: list[Window]) -> None:
+    def __init__(self, windows: list[SampleWindow]) -> None:
         self.windows = windows
         self._sources = [source for window in windows for source in window.sources]
         self._starts, sizes = _side_by_side(self._sources)
@@ -61,27 +61,27 @@ class Samples:
         self._taken = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in sizes.items()}
 
     @classmethod
-    def choose(cls, lazy: Sequence[Unit | Coded], rng: random.Random) -> Samples:
+    def choose(cls, lazy: Sequence[CopyOp | ParityOp], rng: random.Random) -> HostSamples:
         units = lazy if len(lazy) <= MAX_SAMPLES else rng.sample(lazy, MAX_SAMPLES)
-        return cls([Window.choose(unit, rng) for unit in units])
+        return cls([SampleWindow.choose(unit, rng) for unit in units])
 
     def take(self) -> None:
         if self._sources:
             torch._foreach_copy_(self._parts(self._taken), self._sources)
 
-    def changed_at_source(self, owners: set[int]) -> Unit | Coded | None:
+    def changed_at_source(self, owners: set[int]) -> CopyOp | ParityOp | None:
         """The first unit of these optimizers whose tensors are not what was taken any more."""
         for window, taken in self._each(self._taken):
             if window.unit.owners & owners and not all(map(torch.equal, taken, window.sources)):
                 return window.unit
         return None
 
-    def changed_on_the_way(self, payload: torch.Tensor) -> Unit | Coded | None:
+    def changed_on_the_way(self, payload: torch.Tensor) -> CopyOp | ParityOp | None:
         """The first unit that did not land as it was taken."""
         here = {device: buffer.to(payload.device) for device, buffer in self._taken.items()}
         return next((window.unit for window, taken in self._each(here) if not window.has_landed(payload, taken)), None)
 
-    def _each(self, buffers: dict[torch.device, torch.Tensor]) -> Iterator[tuple[Window, list[torch.Tensor]]]:
+    def _each(self, buffers: dict[torch.device, torch.Tensor]) -> Iterator[tuple[SampleWindow, list[torch.Tensor]]]:
         parts = iter(self._parts(buffers))
         return ((window, [next(parts) for _ in window.sources]) for window in self.windows)
 

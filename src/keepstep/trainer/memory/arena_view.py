@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from keepstep.arena.memfd import Mapping
-from keepstep.arena.slots import Arena, Span
-from keepstep.trainer.capture.device_copy import Cargo, Piece, cut
+from keepstep.arena.slots import Arena, SlotSpan
+from keepstep.trainer.capture.device_copy import CopyPiece, TransferPlan, cut
 from keepstep.trainer.memory import pinned
 from keepstep.trainer.plan.coded_runs import coded_runs
-from keepstep.trainer.plan.copy_plan import CopyPlan, History, Parts
-from keepstep.trainer.plan.parity_ops import Coded
-from keepstep.trainer.plan.units import Unit
+from keepstep.trainer.plan.copy_plan import CopyPlan, CopySchedule, PlanHistory
+from keepstep.trainer.plan.parity_ops import ParityOp
+from keepstep.trainer.plan.units import CopyOp
 
 log = logging.getLogger("keepstep")
 
@@ -29,10 +29,10 @@ class ArenaView:
         # Through numpy: torch.frombuffer takes no reference to the map and crashes after close.
         self.bytes = torch.from_numpy(np.frombuffer(mapping.map, dtype=np.uint8))
         self._targets: dict[int, dict[tuple[int, int], torch.Tensor]] = {}
-        self._cargo: dict[tuple[int, int, torch.device], tuple[Parts, Cargo]] = {}
+        self._cargo: dict[tuple[int, int, torch.device], tuple[CopySchedule, TransferPlan]] = {}
         """by slot, parts (which are held, so that the key stays theirs) and device"""
         self._layouts: dict[int, bytes] = {}
-        self._history: History | None = None
+        self._history: PlanHistory | None = None
         self._registered: dict[int, int] = {}
         """addresses by offset"""
 
@@ -40,7 +40,7 @@ class ArenaView:
         span = self.arena.payload_span(slot)
         return self.bytes[span.offset : span.offset + span.size_bytes]
 
-    def targets(self, slot: int, plan: CopyPlan, units: Sequence[Unit | Coded]) -> list[torch.Tensor]:
+    def targets(self, slot: int, plan: CopyPlan, units: Sequence[CopyOp | ParityOp]) -> list[torch.Tensor]:
         """Where the units of a plan go in a slot; the views are made once."""
         self._forget_others(plan)
         known = self._targets.setdefault(slot, {})
@@ -51,22 +51,22 @@ class ArenaView:
             known.update(((offset, size), payload[offset : offset + size]) for offset, size in missing)
         return [known[place] for place in places]
 
-    def cargo(self, slot: int, plan: CopyPlan, parts: Parts, device: torch.device) -> Cargo:
+    def cargo(self, slot: int, plan: CopyPlan, parts: CopySchedule, device: torch.device) -> TransferPlan:
         """The lazy units of a device, cut for copying; made once."""
         self._forget_others(plan)
         key = (slot, id(parts), device)
         if key not in self._cargo:
             payload, mine = self.payload(slot), [unit for unit in parts.lazy if unit.device == device]
-            pieces: list[Piece] = []
+            pieces: list[CopyPiece] = []
             for unit in mine:
-                if isinstance(unit, Unit):
+                if isinstance(unit, CopyOp):
                     pieces += cut(payload[unit.offset : unit.offset + unit.size_bytes], unit.source, unit.owners)
-            for run in coded_runs([unit for unit in mine if isinstance(unit, Coded)]):
-                pieces.append(Piece(payload[run.offset : run.offset + run.size_bytes], run, run.owners))
+            for run in coded_runs([unit for unit in mine if isinstance(unit, ParityOp)]):
+                pieces.append(CopyPiece(payload[run.offset : run.offset + run.size_bytes], run, run.owners))
             # Behind all that leaves other devices or the host nothing is known to be whole.
             alone = parts.devices == {device} and not parts.lazy_on_host
             landing = plan.landing([piece.place_in(payload) for piece in pieces]) if alone else {}
-            self._cargo[key] = (parts, Cargo(payload, parts.gathered.get(device, ()), pieces, landing))
+            self._cargo[key] = (parts, TransferPlan(payload, parts.gathered.get(device, ()), pieces, landing))
         return self._cargo[key][1]
 
     def _forget_others(self, plan: CopyPlan) -> None:
@@ -107,7 +107,7 @@ class ArenaView:
         if any(failures):
             log.warning("the arena could not be registered with CUDA (error %d); copies will be slower", max(failures))
 
-    def _register(self, span: Span) -> int:
+    def _register(self, span: SlotSpan) -> int:
         address = self.mapping.address + span.offset
         failure = pinned.lock_pages(address, span.size_bytes)
         if not failure:

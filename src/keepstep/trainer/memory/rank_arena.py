@@ -14,7 +14,7 @@ from keepstep.config import ArenaConfig
 from keepstep.control.messages import ArenaGiven, WantArena
 from keepstep.identity import Identity, start_time
 from keepstep.layout import SnapshotSize
-from keepstep.trainer.connection.keeper_link import Link
+from keepstep.trainer.connection.keeper_link import KeeperLink
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.progress import ProgressLine, waiting_for
 from keepstep.trainer.plan import arena_size
@@ -24,10 +24,10 @@ log = logging.getLogger("keepstep")
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 10.0
 
 
-class Memory:
+class RankArena:
     """Owns the view of the arena. One thread at a time replaces it."""
 
-    def __init__(self, link: Link, config: ArenaConfig) -> None:
+    def __init__(self, link: KeeperLink, config: ArenaConfig) -> None:
         self._link, self._config = link, config
         self.view: ArenaView | None = None
         self.busy = False

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from keepstep.layout import CHUNK_BYTES, SnapshotSize, Stream, align, num_chunks
+from keepstep.layout import CHUNK_BYTES, ReplicaSet, SnapshotSize, align, num_chunks
 from keepstep.trainer.connection.world import Ranks
 from keepstep.trainer.plan.copy_plan import CopyPlan
-from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.replication import Replicas
 from keepstep.trainer.state.reader import local_part
 
@@ -31,7 +31,7 @@ TINY = (2, 2)
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingTensor:
     """A tensor that is still to come."""
 
     size_bytes: int
@@ -39,7 +39,9 @@ class Missing:
     """who will hold it; None: this rank alone"""
 
 
-def need_of(plan: CopyPlan, values_bytes: int, missing: list[Missing], sharing: Sharing | None = None) -> SnapshotSize:
+def need_of(
+    plan: CopyPlan, values_bytes: int, missing: list[MissingTensor], sharing: ReplicaShares | None = None
+) -> SnapshotSize:
     """Room for the state as it is now, and for what is still to come."""
     unique = plan.layout.unique_bytes + sum(align(one.size_bytes) for one in missing if one.ranks is None)
     shared = _shared_bytes(plan.layout.streams, missing, sharing)
@@ -51,7 +53,7 @@ def need_of(plan: CopyPlan, values_bytes: int, missing: list[Missing], sharing: 
     )
 
 
-def _shared_bytes(streams: tuple[Stream, ...], missing: list[Missing], sharing: Sharing | None) -> int:
+def _shared_bytes(streams: tuple[ReplicaSet, ...], missing: list[MissingTensor], sharing: ReplicaShares | None) -> int:
     """This rank's part of the classes as they will be; each begins at a multiple of a chunk."""
     if sharing is None:
         return 0
@@ -72,9 +74,9 @@ def larger(need: SnapshotSize, *, times: int) -> SnapshotSize:
     return SnapshotSize(need.layout_bytes, need.values_bytes, payload)
 
 
-def missing_state(optimizers: list[torch.optim.Optimizer], replicas: Replicas) -> list[Missing]:
+def missing_state(optimizers: list[torch.optim.Optimizer], replicas: Replicas) -> list[MissingTensor]:
     """The state tensors that these optimizers have not made yet."""
-    found: list[Missing] = []
+    found: list[MissingTensor] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             waiting = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
@@ -83,17 +85,17 @@ def missing_state(optimizers: list[torch.optim.Optimizer], replicas: Replicas) -
     return found
 
 
-def missing_grads(optimizers: list[torch.optim.Optimizer]) -> list[Missing]:
+def missing_grads(optimizers: list[torch.optim.Optimizer]) -> list[MissingTensor]:
     """The gradients that are not there yet."""
     parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return [Missing(local_part(p, "parameter").nbytes) for p in parameters if p.requires_grad and p.grad is None]
+    return [MissingTensor(local_part(p, "parameter").nbytes) for p in parameters if p.requires_grad and p.grad is None]
 
 
 def _predict(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], waiting: list[torch.Tensor], replicas: Replicas
-) -> list[Missing]:
+) -> list[MissingTensor]:
     if "history_size" in group:
-        return [Missing(size) for size in _predict_history(group, waiting)]
+        return [MissingTensor(size) for size in _predict_history(group, waiting)]
     made = {dtype: _step_tiny(optimizer, group, dtype) for dtype in {parameter.dtype for parameter in waiting}}
     found = []
     for parameter in waiting:
@@ -101,9 +103,9 @@ def _predict(
         for shape, item_bytes in made[parameter.dtype]:
             if shape == TINY:
                 size = local.numel() * item_bytes
-                found.append(Missing(size, replicas.ranks_of_state(optimizer, parameter, size)))
+                found.append(MissingTensor(size, replicas.ranks_of_state(optimizer, parameter, size)))
             else:
-                found.append(Missing(item_bytes))
+                found.append(MissingTensor(item_bytes))
     return found
 
 

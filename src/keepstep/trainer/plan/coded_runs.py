@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from keepstep.parity.gpu.batches import EncodeBatch, Part, Stripe
-from keepstep.trainer.plan.parity_ops import Coded
+from keepstep.parity.gpu.batches import EncodeBatch, Stripe, TensorBytes
+from keepstep.trainer.plan.parity_ops import ParityOp
 
 MOST = 16
 
 
-class CodedRun:
+class ParityRun:
     """Tables of addresses are made at first use, and for each place that the result goes to."""
 
-    def __init__(self, units: Sequence[Coded]) -> None:
+    def __init__(self, units: Sequence[ParityOp]) -> None:
         self._units = units
         self._batches: dict[int, EncodeBatch] = {}
         self.offset = units[0].offset
@@ -34,19 +34,19 @@ class CodedRun:
     def _batch(self, out: torch.Tensor) -> EncodeBatch:
         stripes, start = [], 0
         for unit in self._units:
-            sources = [[Part(part.begin, part.source) for part in parts] for parts in unit.chunks]
+            sources = [[TensorBytes(part.begin, part.source) for part in parts] for parts in unit.chunks]
             absent = [None] * (unit.k - len(sources))
             stripes.append(Stripe([unit.row], [*sources, *absent], [out[start : start + unit.size_bytes]]))
             start += unit.size_bytes
         return EncodeBatch(self._units[0].k, self._units[0].m, stripes)
 
 
-def coded_runs(units: Sequence[Coded]) -> list[CodedRun]:
-    runs: list[list[Coded]] = []
+def coded_runs(units: Sequence[ParityOp]) -> list[ParityRun]:
+    runs: list[list[ParityOp]] = []
     for unit in sorted(units, key=lambda unit: unit.offset):
         last = runs[-1][-1] if runs else None
         follows = last is not None and last.offset + last.size_bytes == unit.offset
         if not (follows and last is not None and (last.k, last.m) == (unit.k, unit.m) and len(runs[-1]) < MOST):
             runs.append([])
         runs[-1].append(unit)
-    return [CodedRun(run) for run in runs]
+    return [ParityRun(run) for run in runs]

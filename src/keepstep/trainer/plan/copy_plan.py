@@ -18,38 +18,38 @@ import torch
 
 from keepstep.layout import Layout, digest
 from keepstep.trainer.capture.scattered import Scattered
-from keepstep.trainer.capture.small_tensors import Gathered, gather
+from keepstep.trainer.capture.small_tensors import SmallTensorBatch, gather
 from keepstep.trainer.landing import Ranges, marks
-from keepstep.trainer.plan.parity_ops import Coded, coded_units
+from keepstep.trainer.plan.parity_ops import ParityOp, coded_units
 from keepstep.trainer.plan.ranges import cut, gaps, runs
-from keepstep.trainer.plan.tensor_blocks import Block, Blocks, Shared
-from keepstep.trainer.plan.units import Unit
-from keepstep.trainer.state.optimizer_fence import Watched
+from keepstep.trainer.plan.tensor_blocks import Block, Blocks, SharedBlocks
+from keepstep.trainer.plan.units import CopyOp
+from keepstep.trainer.state.optimizer_fence import WatchedOptimizer
 
 
 @dataclass
-class History:
+class PlanHistory:
     """What the plans of one layout have in common, however its streams are turned."""
 
     snapshots: int = 0
 
 
 @dataclass
-class Parts:
+class CopySchedule:
     """A plan, dealt out."""
 
-    eager: list[Unit | Coded]
-    lazy: list[Unit | Coded] = field(default_factory=list)
+    eager: list[CopyOp | ParityOp]
+    lazy: list[CopyOp | ParityOp] = field(default_factory=list)
     small: Scattered | None = None
     """of the host"""
-    gathered: dict[torch.device, list[Gathered]] = field(default_factory=dict)
-    gathered_now: list[Gathered] = field(default_factory=list)
+    gathered: dict[torch.device, list[SmallTensorBatch]] = field(default_factory=dict)
+    gathered_now: list[SmallTensorBatch] = field(default_factory=list)
     """of devices, inside `take`"""
     landing: dict[int, Ranges] = field(default_factory=dict)
     """by index in `lazy_on_host`, where all comes from the host: what is whole behind this one"""
 
     @cached_property
-    def lazy_on_host(self) -> list[Unit | Coded]:
+    def lazy_on_host(self) -> list[CopyOp | ParityOp]:
         return [unit for unit in self.lazy if unit.device.type == "cpu"]
 
     @cached_property
@@ -71,35 +71,35 @@ class CopyPlan:
     layout: Layout
     encoded: bytes
     layout_digest: bytes
-    small: list[Unit] = field(default_factory=list)
-    loose: list[Unit | Coded] = field(default_factory=list)
+    small: list[CopyOp] = field(default_factory=list)
+    loose: list[CopyOp | ParityOp] = field(default_factory=list)
     """unfenced, or to be materialised"""
-    fenced: list[Unit | Coded] = field(default_factory=list)
+    fenced: list[CopyOp | ParityOp] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)
     """(offset, size) of what no unit writes in the chunks of streams: zero on all ranks that store them"""
-    history: History = field(default_factory=History)
-    _parts: dict[frozenset[int], Parts] = field(default_factory=dict)
+    history: PlanHistory = field(default_factory=PlanHistory)
+    _parts: dict[frozenset[int], CopySchedule] = field(default_factory=dict)
 
     @property
     def payload_bytes(self) -> int:
         return self.layout.payload_bytes
 
-    def units(self) -> list[Unit | Coded]:
+    def units(self) -> list[CopyOp | ParityOp]:
         return [*self.small, *self.loose, *self.fenced]
 
-    def parts(self, watched: list[Watched]) -> Parts:
+    def parts(self, watched: list[WatchedOptimizer]) -> CopySchedule:
         """What to copy when, at this moment: it depends on whose fence is trusted."""
         trusted = frozenset(index for index, w in enumerate(watched) if w.trusted)
         if trusted not in self._parts:
             self._parts[trusted] = self._part(trusted)
         return self._parts[trusted]
 
-    def _part(self, trusted: frozenset[int]) -> Parts:
-        parts = Parts(eager=list(self.loose))
+    def _part(self, trusted: frozenset[int]) -> CopySchedule:
+        parts = CopySchedule(eager=list(self.loose))
         for unit in self.fenced:
             (parts.lazy if unit.owners <= trusted else parts.eager).append(unit)
-        loose: dict[torch.device, list[Unit]] = {}
-        fenced: dict[torch.device, list[Unit]] = {}
+        loose: dict[torch.device, list[CopyOp]] = {}
+        fenced: dict[torch.device, list[CopyOp]] = {}
         here = [unit for unit in self.small if unit.device.type == "cpu"]
         parts.small = Scattered(here) if here else None
         for unit in self.small:
@@ -117,7 +117,7 @@ class CopyPlan:
         return marks(copies, self.payload_bytes, self.layout.shared_offset)
 
 
-def plan_copies(blocks: Blocks, watched: list[Watched], small_bytes: int) -> CopyPlan:
+def plan_copies(blocks: Blocks, watched: list[WatchedOptimizer], small_bytes: int) -> CopyPlan:
     """Classify every block by size and by who writes it."""
     encoded = blocks.layout.encode()
     plan = CopyPlan(blocks.layout, encoded, digest(encoded))
@@ -126,7 +126,7 @@ def plan_copies(blocks: Blocks, watched: list[Watched], small_bytes: int) -> Cop
         if block.entry.size_bytes == 0:
             continue
         owners = _owners(block, owned)
-        unit = Unit(block.source(), block.entry.offset, block.entry.size_bytes, block.entry.path, owners, block)
+        unit = CopyOp(block.source(), block.entry.offset, block.entry.size_bytes, block.entry.path, owners, block)
         _classify(plan, unit, small_bytes)
     for shared in blocks.shared:
         _plan_shared(plan, shared, owned, small_bytes)
@@ -135,7 +135,7 @@ def plan_copies(blocks: Blocks, watched: list[Watched], small_bytes: int) -> Cop
     return plan
 
 
-def _classify(plan: CopyPlan, unit: Unit, small_bytes: int) -> None:
+def _classify(plan: CopyPlan, unit: CopyOp, small_bytes: int) -> None:
     """By the block's size: a small end of a large tensor is fenced like the rest of it."""
     size = unit.block.entry.size_bytes
     if unit.block.materialise or not (unit.owners or size <= small_bytes):
@@ -146,7 +146,7 @@ def _classify(plan: CopyPlan, unit: Unit, small_bytes: int) -> None:
         plan.fenced.append(unit)
 
 
-def _plan_shared(plan: CopyPlan, shared: Shared, owned: list[set[int]], small_bytes: int) -> None:
+def _plan_shared(plan: CopyPlan, shared: SharedBlocks, owned: list[set[int]], small_bytes: int) -> None:
     """The parts of a stream's tensors that this rank stores, and the parity that it computes."""
     blocks, stream = shared.blocks, shared.stream
     sources = [block.source() for block in blocks]
@@ -154,7 +154,7 @@ def _plan_shared(plan: CopyPlan, shared: Shared, owned: list[set[int]], small_by
     for run in runs(stream):
         for index, begin, end in cut(stream.entries, run.start, run.start + run.size_bytes):
             place, block = run.offset + blocks[index].entry.offset + begin - run.start, blocks[index]
-            unit = Unit(sources[index][begin:end], place, end - begin, block.entry.path, owners[index], block)
+            unit = CopyOp(sources[index][begin:end], place, end - begin, block.entry.path, owners[index], block)
             _classify(plan, unit, small_bytes)
     for coded in coded_units(stream, sources, owners):
         (plan.fenced if coded.fenced else plan.loose).append(coded)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from keepstep.layout import CHUNK_BYTES, Stream
+from keepstep.layout import CHUNK_BYTES, ReplicaSet
 from keepstep.parity.gpu.batches import encode
 from keepstep.trainer.plan.ranges import cut
 
 
 @dataclass(frozen=True)
-class Part:
+class ParityInput:
     """Bytes of one tensor inside a chunk."""
 
     source: torch.Tensor
@@ -30,10 +30,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Coded:
+class ParityOp:
     """One parity chunk: how it is made and where it goes."""
 
-    chunks: tuple[tuple[Part, ...], ...]
+    chunks: tuple[tuple[ParityInput, ...], ...]
     """the sources, by index in the code; fewer than k at the end of the stream"""
     k: int
     m: int
@@ -56,7 +56,7 @@ class Coded:
     def read_bytes(self) -> int:
         return sum(part.source.numel() for parts in self.chunks for part in parts)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ParityInput]:
         return [part for parts in self.chunks for part in parts]
 
     def compute(self, out: torch.Tensor) -> torch.Tensor:
@@ -64,18 +64,18 @@ class Coded:
         sources = [_in_one(parts, out.device) for parts in self.chunks]
         return self._mix(sources, out)
 
-    def window(self, begin: int, size_bytes: int) -> Coded:
+    def window(self, begin: int, size_bytes: int) -> ParityOp:
         """The same for a stretch of the chunk only; parts begin where they begin in the stretch."""
         end = begin + size_bytes
         chunks = tuple(
             tuple(
-                Part(part.source[max(begin - part.begin, 0) : end - part.begin], max(part.begin, begin) - begin)
+                ParityInput(part.source[max(begin - part.begin, 0) : end - part.begin], max(part.begin, begin) - begin)
                 for part in parts
                 if part.begin < end and part.end > begin
             )
             for parts in self.chunks
         )
-        return Coded(
+        return ParityOp(
             chunks, self.k, self.m, self.row, self.offset + begin, self.path, self.owners, self.fenced, size_bytes
         )
 
@@ -95,7 +95,7 @@ class Coded:
         return out
 
 
-def _in_one(parts: tuple[Part, ...], device: torch.device) -> torch.Tensor:
+def _in_one(parts: tuple[ParityInput, ...], device: torch.device) -> torch.Tensor:
     """A chunk in one piece of memory, as far as it reaches; gaps between tensors are zero."""
     if len(parts) == 1 and parts[0].begin == 0 and parts[0].source.device == device:
         return parts[0].source
@@ -105,22 +105,24 @@ def _in_one(parts: tuple[Part, ...], device: torch.device) -> torch.Tensor:
     return gathered
 
 
-def coded_units(stream: Stream, sources: list[torch.Tensor], owners: list[frozenset[int]]) -> list[Coded]:
+def coded_units(stream: ReplicaSet, sources: list[torch.Tensor], owners: list[frozenset[int]]) -> list[ParityOp]:
     """The parity of a stream that this rank stores; `sources` and `owners` by entry."""
     k = stream.n - stream.m
-    found: list[Coded] = []
+    found: list[ParityOp] = []
     for stored in stream.stored():
         if stored.chunk >= 0:
             continue
-        chunks: list[tuple[Part, ...]] = []
+        chunks: list[tuple[ParityInput, ...]] = []
         entries: list[int] = []
         for chunk in range(stored.row * k, min((stored.row + 1) * k, stream.num_chunks)):
             start = chunk * CHUNK_BYTES
             ranges = list(cut(stream.entries, start, start + CHUNK_BYTES))
-            chunks.append(tuple(Part(sources[i][a:b], stream.entries[i].offset + a - start) for i, a, b in ranges))
+            chunks.append(
+                tuple(ParityInput(sources[i][a:b], stream.entries[i].offset + a - start) for i, a, b in ranges)
+            )
             entries += [index for index, _, _ in ranges]
         writers = [owners[index] for index in entries]
         path = stream.entries[entries[0]].path
         every = frozenset[int]().union(*writers)
-        found.append(Coded(tuple(chunks), k, stream.m, stored.code_row, stored.offset, path, every, all(writers)))
+        found.append(ParityOp(tuple(chunks), k, stream.m, stored.code_row, stored.offset, path, every, all(writers)))
     return found

@@ -6,11 +6,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from keepstep.layout import CHUNK_BYTES, Entry, Stream
+from keepstep.layout import CHUNK_BYTES, Entry, ReplicaSet
 
 
 @dataclass(frozen=True)
-class Run:
+class ChunkRun:
     """Chunks that follow each other in the stream and in the payload: one stretch of both."""
 
     start: int
@@ -32,22 +32,22 @@ def cut(entries: Sequence[Entry], start: int, end: int) -> Iterator[tuple[int, i
             yield index, begin - entry.offset, stop - entry.offset
 
 
-def runs(stream: Stream) -> list[Run]:
+def runs(stream: ReplicaSet) -> list[ChunkRun]:
     """The chunks of the stream that a slot stores, as few stretches as possible."""
-    found: list[Run] = []
+    found: list[ChunkRun] = []
     for stored in stream.stored():
         if stored.chunk < 0:
             continue
         start, size = stored.chunk * CHUNK_BYTES, stream.chunk_bytes(stored.chunk)
-        last = found[-1] if found else Run(-1, -1, 0)
+        last = found[-1] if found else ChunkRun(-1, -1, 0)
         if (last.start + last.size_bytes, last.offset + last.size_bytes) == (start, stored.offset):
-            found[-1] = Run(last.start, last.offset, last.size_bytes + size)
+            found[-1] = ChunkRun(last.start, last.offset, last.size_bytes + size)
         else:
-            found.append(Run(start, stored.offset, size))
+            found.append(ChunkRun(start, stored.offset, size))
     return found
 
 
-def gaps(stream: Stream) -> list[tuple[int, int]]:
+def gaps(stream: ReplicaSet) -> list[tuple[int, int]]:
     """(offset, size) in the payload of the bytes of stored chunks that belong to no entry, and of their padding."""
     found: list[tuple[int, int]] = []
     for run in runs(stream):

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep.layout import CHUNK_BYTES, FULL, SHARE, Entry, Stream, class_id, num_chunks
-from keepstep.parity.placement import Place as NodePlace
-from keepstep.parity.placement import ShareMap, cut_groups
+from keepstep.layout import CHUNK_BYTES, FULL, SHARE, Entry, ReplicaSet, class_id, num_chunks
+from keepstep.parity.placement import NodePlace, ShareMap, cut_groups
 from keepstep.trainer.connection.world import Ranks, World
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ReplicaShares:
     """How the job keeps what several nodes hold."""
 
     world: World
@@ -46,11 +45,11 @@ class Sharing:
                 return tuple(rank for rank in ranks if self.world.nodes[rank] in members)
         raise AssertionError("a rank that does not hold its own class")
 
-    def stream(self, ranks: Ranks, entries: tuple[Entry, ...], *, offset: int, turn: int = 0) -> Stream:
+    def stream(self, ranks: Ranks, entries: tuple[Entry, ...], *, offset: int, turn: int = 0) -> ReplicaSet:
         """The class that `ranks` hold, and the part of it that this rank stores from `offset` of its payload on."""
         size = entries[-1].offset + entries[-1].size_bytes
         n, m, turn, chunks, parity = self._part(ranks, num_chunks(size), turn)
-        return Stream(
+        return ReplicaSet(
             class_id(ranks, entries), ranks, tuple(self.world.nodes[rank] for rank in ranks), size, entries,
             self._mode, n, m, turn, offset, chunks, parity,
         )  # fmt: skip

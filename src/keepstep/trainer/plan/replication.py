@@ -21,8 +21,8 @@ import torch.distributed
 from torch.distributed.tensor import DTensor
 
 from keepstep.trainer.connection.world import Ranks
-from keepstep.trainer.plan.replica_shares import Sharing
-from keepstep.trainer.state.objects import MODULE, OPTIMIZER, Items, unwrap_optimizer
+from keepstep.trainer.plan.replica_shares import ReplicaShares
+from keepstep.trainer.state.objects import MODULE, OPTIMIZER, StateObjects, unwrap_optimizer
 
 # Less is not worth a place in a stream: it travels with what is the rank's own.
 LEAST_BYTES = 1 << 20
@@ -38,7 +38,7 @@ class Replicas:
     """The proof for the state as it is now. Made anew with each layout: optimizers make their state late."""
 
     def __init__(
-        self, items: Items, sharing: Sharing | None, *, named: str = "", diverged: Set[str] = frozenset()
+        self, items: StateObjects, sharing: ReplicaShares | None, *, named: str = "", diverged: Set[str] = frozenset()
     ) -> None:
         """`diverged`: paths that were found to differ, whatever the structure says."""
         self.sharing = sharing
@@ -74,7 +74,7 @@ class Replicas:
             found = tuple(range(len(self.sharing.world.nodes)))
         return self.sharing.holders(found)
 
-    def _class_of(self, sharing: Sharing, tensor: torch.Tensor, path: str) -> Ranks | None:
+    def _class_of(self, sharing: ReplicaShares, tensor: torch.Tensor, path: str) -> Ranks | None:
         found = self._proven.get(_key(_local(tensor)))
         if found is not None:
             return found

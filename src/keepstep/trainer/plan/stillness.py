@@ -47,7 +47,7 @@ def deal(items: Sequence[T]) -> list[list[T]]:
 
 
 @dataclass(frozen=True)
-class Glance:
+class SpotCheck:
     """What one `take` looks at."""
 
     share: int | None
@@ -65,25 +65,25 @@ class Stillness:
         self._restless = restless
         self._era = self._looks = self._breaches = self._turn = 0
 
-    def glance(self) -> Glance:
+    def glance(self) -> SpotCheck:
         """What to look at in this `take`."""
         with self._lock:
             if self._restless or self._looks < LOOKS:
-                return Glance(None, self._era)
+                return SpotCheck(None, self._era)
             self._turn += 1
-            return Glance(self._turn, self._era)
+            return SpotCheck(self._turn, self._era)
 
-    def start_again(self) -> Glance:
+    def start_again(self) -> SpotCheck:
         """There is another layout, or something has moved: look at everything."""
         with self._lock:
             self._forget()
-            return Glance(None, self._era)
+            return SpotCheck(None, self._era)
 
     def _forget(self) -> None:
         self._looks = 0
         self._era += 1
 
-    def look(self, checks: Sequence[Check], glance: Glance, never: Sequence[Check] = ()) -> str:
+    def look(self, checks: Sequence[Check], glance: SpotCheck, never: Sequence[Check] = ()) -> str:
         """Behind a `take` that had this glance. Returns why its snapshot is void, or nothing.
 
         `never`: what `take` does not look at, because nothing that trains ever changes it.
@@ -97,7 +97,7 @@ class Stillness:
         with self._lock:
             return self._learn(glance, still=still)
 
-    def _learn(self, glance: Glance, *, still: bool) -> str:
+    def _learn(self, glance: SpotCheck, *, still: bool) -> str:
         if still:
             self._looks += glance.era == self._era
             return ""

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece, Stream, align
+from keepstep.layout import CHUNK_BYTES, Entry, Layout, ReplicaSet, TensorView, align
 from keepstep.trainer.connection.world import Ranks
-from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.stillness import Check, deal
 from keepstep.trainer.state.reader import local_part
 
@@ -53,10 +53,10 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedBlocks:
     """A stream, and where its bytes come from; the entries of these blocks count in the stream."""
 
-    stream: Stream
+    stream: ReplicaSet
     blocks: tuple[Block, ...]
 
 
@@ -66,7 +66,7 @@ class Blocks:
 
     layout: Layout
     blocks: tuple[Block, ...]
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedBlocks, ...] = ()
 
 
 RanksOf = Callable[[torch.Tensor, str], Ranks | None]
@@ -77,7 +77,7 @@ def build(
     tensors: list[torch.Tensor],
     paths: dict[int, str],
     *,
-    sharing: Sharing | None = None,
+    sharing: ReplicaShares | None = None,
     ranks_of: RanksOf = lambda tensor, path: None,
     small_bytes: int = 0,
 ) -> Blocks:
@@ -103,20 +103,20 @@ def build(
     return _with_streams(Blocks(own_layout, tuple(blocks)), sources, sharing, turn=0)
 
 
-def turned(blocks: Blocks, sharing: Sharing, turn: int) -> Blocks:
+def turned(blocks: Blocks, sharing: ReplicaShares, turn: int) -> Blocks:
     """The same state with the parts of its streams dealt out to other holders."""
     return _with_streams(blocks, [(one.stream.ranks, list(one.blocks)) for one in blocks.shared], sharing, turn)
 
 
 def _with_streams(
-    blocks: Blocks, sources: list[tuple[Ranks, list[Block]]], sharing: Sharing | None, turn: int
+    blocks: Blocks, sources: list[tuple[Ranks, list[Block]]], sharing: ReplicaShares | None, turn: int
 ) -> Blocks:
     offset = blocks.layout.shared_offset
-    shared: list[Shared] = []
+    shared: list[SharedBlocks] = []
     for ranks, members in sources:
         assert sharing is not None
         stream = sharing.stream(ranks, tuple(block.entry for block in members), offset=offset, turn=turn)
-        shared.append(Shared(stream, tuple(members)))
+        shared.append(SharedBlocks(stream, tuple(members)))
         offset += align(stream.stored_bytes, CHUNK_BYTES)
     layout = Layout(blocks.layout.entries, blocks.layout.refs, tuple(one.stream for one in shared))
     return Blocks(layout, blocks.blocks, tuple(shared))
@@ -308,13 +308,13 @@ def _block(
     return Block(Entry(offset, size, tuple(pieces)), tuple(parts), materialise)
 
 
-def _piece(path: str, tensor: torch.Tensor, part: torch.Tensor, stride: tuple[int, ...], begin: int) -> Piece:
+def _piece(path: str, tensor: torch.Tensor, part: torch.Tensor, stride: tuple[int, ...], begin: int) -> TensorView:
     sharded = tensor if isinstance(tensor, DTensor) else getattr(tensor, "data", None)
     is_sharded = isinstance(sharded, DTensor)
     global_shape = tuple(tensor.shape)
     region = region_of(sharded) if isinstance(sharded, DTensor) else (0,) * part.dim()
     name = str(part.dtype).removeprefix("torch.")
-    return Piece(path, name, tuple(part.shape), stride, begin, global_shape, region, is_sharded)
+    return TensorView(path, name, tuple(part.shape), stride, begin, global_shape, region, is_sharded)
 
 
 def region_of(tensor: DTensor) -> tuple[int, ...]:

@@ -12,15 +12,17 @@ import xxhash
 
 from keepstep.layout import SHARE
 from keepstep.trainer.plan.copy_plan import CopyPlan, plan_copies
-from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.tensor_blocks import Blocks, turned
-from keepstep.trainer.state.optimizer_fence import Watched
+from keepstep.trainer.state.optimizer_fence import WatchedOptimizer
 
 
-class Turns:
+class PlanTurns:
     """Valid while the tensors' addresses and shapes are; `first` is the plan at turn 0."""
 
-    def __init__(self, blocks: Blocks, sharing: Sharing | None, watched: list[Watched], small_bytes: int) -> None:
+    def __init__(
+        self, blocks: Blocks, sharing: ReplicaShares | None, watched: list[WatchedOptimizer], small_bytes: int
+    ) -> None:
         self._blocks, self._sharing = blocks, sharing
         self._watched, self._small_bytes = watched, small_bytes
         self.first = plan_copies(blocks, watched, small_bytes)

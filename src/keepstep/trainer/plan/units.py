@@ -10,7 +10,7 @@ from keepstep.trainer.plan.tensor_blocks import Block
 
 
 @dataclass(frozen=True)
-class Unit:
+class CopyOp:
     """Source bytes of one block, or of a part of one that belongs to a stream, and their place in the payload."""
 
     source: torch.Tensor

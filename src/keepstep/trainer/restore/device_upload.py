@@ -20,7 +20,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from keepstep.arena.memfd import Segment
+from keepstep.arena.memfd import Memfd
 from keepstep.trainer.memory.pinned import lock_pages, unlock_pages
 
 PIECE_BYTES = 16 << 20
@@ -31,7 +31,7 @@ BUFFERS = 2
 MOST_THREADS = 12
 
 
-class Stretch(NamedTuple):
+class UploadRange(NamedTuple):
     """Bytes, by where they lie in the arena or as they are in memory, and where on a device they go."""
 
     source: int | torch.Tensor
@@ -39,7 +39,7 @@ class Stretch(NamedTuple):
 
 
 @dataclass
-class Piece:
+class UploadPiece:
     """What passes through one buffer at once."""
 
     source: int | torch.Tensor
@@ -56,9 +56,9 @@ class Piece:
         self.size_bytes = at + target.numel()
 
 
-def plan(stretches: Iterable[Stretch]) -> list[Piece]:
+def plan(stretches: Iterable[UploadRange]) -> list[UploadPiece]:
     """Cut what is large and join what lies side by side. Pure."""
-    pieces: list[Piece] = []
+    pieces: list[UploadPiece] = []
     inside = [stretch for stretch in stretches if isinstance(stretch.source, int)]
     for source, target in sorted(inside, key=lambda stretch: stretch.source):
         assert isinstance(source, int)
@@ -67,13 +67,13 @@ def plan(stretches: Iterable[Stretch]) -> list[Piece]:
             last = pieces[-1] if pieces else None
             at = begin - last.source if last is not None and isinstance(last.source, int) else -1
             if last is None or not last.has_room(at, part.numel()):
-                pieces.append(last := Piece(begin))
+                pieces.append(last := UploadPiece(begin))
                 at = 0
             last.add(at, part)
     for source, target in stretches:
         if isinstance(source, torch.Tensor):
             for start in range(0, target.numel(), PIECE_BYTES):
-                pieces.append(Piece(source[start : start + PIECE_BYTES]))
+                pieces.append(UploadPiece(source[start : start + PIECE_BYTES]))
                 pieces[-1].add(0, target[start : start + PIECE_BYTES])
     return pieces
 
@@ -84,7 +84,7 @@ def threads_for(local_world_size: int) -> int:
     return own if own < there else own // local_world_size
 
 
-class Ring:
+class PinnedUploader:
     """The memory, for the time of one restore."""
 
     def __init__(self, threads: int) -> None:
@@ -106,7 +106,7 @@ class Ring:
             if self._locked is None and self._memory is not None:
                 self._locked = not lock_pages(self._address, self._bytes.size)
 
-    def load(self, segment: Segment, stretches: Sequence[Stretch]) -> None:
+    def load(self, segment: Memfd, stretches: Sequence[UploadRange]) -> None:
         """Returns when all of it is on its device, behind what was queued there before."""
         assert self._memory is not None, "closed: there is no buffer to wait for"
         self.lock()
@@ -154,13 +154,13 @@ class _Filling:
     """Threads that read pieces into free buffers, and do nothing else: what they did besides, each of a dozen would
     have to wait for, in the interpreter and in CUDA, longer than its piece takes to read."""
 
-    def __init__(self, segment: Segment, pieces: list[Piece], buffers: list[np.ndarray], threads: int) -> None:
+    def __init__(self, segment: Memfd, pieces: list[UploadPiece], buffers: list[np.ndarray], threads: int) -> None:
         self._segment = segment
         self._todo = iter(pieces)
         """gives each to one thread: it runs outside the interpreter's loop"""
         self.free: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
         """None: there will be no more"""
-        self.filled: queue.SimpleQueue[tuple[Piece, np.ndarray] | BaseException | None] = queue.SimpleQueue()
+        self.filled: queue.SimpleQueue[tuple[UploadPiece, np.ndarray] | BaseException | None] = queue.SimpleQueue()
         """an error, or None, from each thread that is done"""
         for buffer in buffers:
             self.free.put(buffer)
@@ -196,7 +196,7 @@ class _Filling:
             ended = error
         self.filled.put(ended)
 
-    def _read(self, piece: Piece, buffer: np.ndarray) -> None:
+    def _read(self, piece: UploadPiece, buffer: np.ndarray) -> None:
         if isinstance(piece.source, int):
             self._segment.read_into(piece.source, buffer.data)
         else:
@@ -215,7 +215,7 @@ class _Sending:
     def on_their_way(self) -> int:
         return len(self._sent)
 
-    def send(self, piece: Piece, buffer: np.ndarray) -> None:
+    def send(self, piece: UploadPiece, buffer: np.ndarray) -> None:
         there = torch.from_numpy(buffer)
         for at, target in piece.parts:
             target.copy_(there[at : at + target.numel()], non_blocking=True)
@@ -251,12 +251,12 @@ class _Sending:
         self._current.close()
 
 
-class Loads:
+class UploadPlan:
     """What is to be loaded of one snapshot; `run` may be called more than once."""
 
-    def __init__(self, ring: Ring, segment: Segment, payload_offset: int) -> None:
+    def __init__(self, ring: PinnedUploader, segment: Memfd, payload_offset: int) -> None:
         self._ring, self._segment, self._payload_offset = ring, segment, payload_offset
-        self._stretches: list[Stretch] = []
+        self._stretches: list[UploadRange] = []
 
     def takes(self, target: torch.Tensor) -> bool:
         return target.is_cuda
@@ -264,7 +264,7 @@ class Loads:
     def add(self, source: int | torch.Tensor, target: torch.Tensor) -> None:
         """`source`: in the payload of the slot, or bytes that lie elsewhere. `target`: flat."""
         inside = isinstance(source, int)
-        self._stretches.append(Stretch(self._payload_offset + source if inside else source, target))
+        self._stretches.append(UploadRange(self._payload_offset + source if inside else source, target))
 
     def run(self) -> None:
         stretches, self._stretches = self._stretches, []

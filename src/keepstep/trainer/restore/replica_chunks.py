@@ -14,16 +14,16 @@ from typing import Self
 import numpy as np
 import torch
 
-from keepstep.arena.memfd import Mapping, Segment
-from keepstep.control.messages import StreamSource
+from keepstep.arena.memfd import Mapping, Memfd
+from keepstep.control.messages import ReplicaSetSource
 from keepstep.errors import IntegrityError
-from keepstep.layout import Layout, Stream
+from keepstep.layout import Layout, ReplicaSet
 
 Chunks = list[torch.Tensor]
 """the bytes of every chunk of a stream, in order"""
 
 
-class Sources:
+class ReplicaChunks:
     """Owns the descriptors that came with a restore behind the first, the rank's own arena, and their maps."""
 
     def __init__(self, fds: list[int]) -> None:
@@ -32,7 +32,7 @@ class Sources:
         self._arena = torch.empty(0, dtype=torch.uint8)
 
     def chunks(
-        self, layout: Layout, given: list[StreamSource], *, arena: torch.Tensor, payload: torch.Tensor
+        self, layout: Layout, given: list[ReplicaSetSource], *, arena: torch.Tensor, payload: torch.Tensor
     ) -> dict[str, Chunks]:
         """The chunks of every stream of the layout. `arena`: the rank's own, `payload`: of its slot."""
         self._arena = arena
@@ -46,7 +46,7 @@ class Sources:
             for stream in layout.streams
         }
 
-    def _given(self, stream: Stream, source: StreamSource) -> Chunks:
+    def _given(self, stream: ReplicaSet, source: ReplicaSetSource) -> Chunks:
         count = stream.num_chunks
         if (len(source.fd_index), len(source.offsets)) != (count, count):
             raise IntegrityError(f"the keeper gave {len(source.offsets)} of {count} chunks of {stream.class_id}")
@@ -64,7 +64,7 @@ class Sources:
         if not 1 <= index <= len(self._fds):
             raise IntegrityError(f"the keeper points to descriptor {index} and gave {1 + len(self._fds)}")
         if index not in self._maps:
-            mapping = Mapping(Segment.adopt(self._fds[index - 1]))
+            mapping = Mapping(Memfd.adopt(self._fds[index - 1]))
             self._maps[index] = (mapping, torch.from_numpy(np.frombuffer(mapping.map, dtype=np.uint8)))
         return self._maps[index][1]
 
@@ -83,7 +83,7 @@ class Sources:
             os.close(fd)
 
 
-def _own(stream: Stream, payload: torch.Tensor) -> Chunks:
+def _own(stream: ReplicaSet, payload: torch.Tensor) -> Chunks:
     """The only rank of its node that holds a class has all of it itself."""
     stored = {place.chunk: place.offset for place in stream.stored() if place.chunk >= 0}
     if len(stored) != stream.num_chunks:

@@ -22,19 +22,19 @@ from keepstep.errors import IntegrityError
 from keepstep.identity import Identity
 from keepstep.parity.gpu import batches as parity
 from keepstep.trainer.ahead import Ahead
-from keepstep.trainer.connection.keeper_link import Link
-from keepstep.trainer.connection.world import Place
+from keepstep.trainer.connection.keeper_link import KeeperLink
+from keepstep.trainer.connection.world import RankPlace
 from keepstep.trainer.integrity.fingerprints import unframe
 from keepstep.trainer.memory.arena_view import ArenaView
-from keepstep.trainer.memory.rank_arena import Memory, open_view
+from keepstep.trainer.memory.rank_arena import RankArena, open_view
 from keepstep.trainer.plan.replication import Replicas
-from keepstep.trainer.restore.device_upload import Loads, Ring, threads_for
-from keepstep.trainer.restore.replica_chunks import Sources
-from keepstep.trainer.restore.saved_snapshot import RandomStates, Saved
+from keepstep.trainer.restore.device_upload import PinnedUploader, UploadPlan, threads_for
+from keepstep.trainer.restore.replica_chunks import ReplicaChunks
+from keepstep.trainer.restore.saved_snapshot import RandomStates, SavedSnapshot
 from keepstep.trainer.restore.stopwatch import Stopwatch
-from keepstep.trainer.restore.writer import Restored, Writer
+from keepstep.trainer.restore.writer import Restored, StateWriter
 from keepstep.trainer.state import reader as states
-from keepstep.trainer.state.objects import MODULE, Items
+from keepstep.trainer.state.objects import MODULE, StateObjects
 from keepstep.types import Source, Survives
 
 log = logging.getLogger("keepstep")
@@ -43,26 +43,26 @@ Rehearsal = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Loading:
+class RestoreRun:
     """For one `restore()`."""
 
     config: Config
     identity: Identity
-    place: Place
-    items: Items
-    link: Link
-    memory: Memory
+    place: RankPlace
+    items: StateObjects
+    link: KeeperLink
+    memory: RankArena
 
     def run(self, rehearsal: Rehearsal | None, replicas: Callable[[], Replicas], watch: Stopwatch) -> Restored | None:
         """None when there is truly nothing."""
         self._warm_up()
-        ring = Ring(threads_for(self.place.local_world_size))
+        ring = PinnedUploader(threads_for(self.place.local_world_size))
         try:
             answer, fds, view = self._ask(ring)
             watch.lap("asking and checking")
             if answer.version is None:
                 return None
-            with Sources(fds[1:]) as sources:
+            with ReplicaChunks(fds[1:]) as sources:
                 view = view or open_view(fds[0], self.identity)
                 self.memory.keep(view)
                 self._rehearse(rehearsal)
@@ -80,7 +80,7 @@ class Loading:
             if device.type == "cuda":
                 threading.Thread(target=parity.warm_up, args=(device, 1, 1), name="keepstep-warm", daemon=True).start()
 
-    def _ask(self, ring: Ring) -> tuple[RestoreFrom, list[int], ArenaView | None]:
+    def _ask(self, ring: PinnedUploader) -> tuple[RestoreFrom, list[int], ArenaView | None]:
         """The keeper checks every byte before it answers: meanwhile the memory is prepared that it will name."""
         ahead = Ahead(
             self.link.held, self.identity, self.place.local_index,
@@ -113,10 +113,10 @@ class Loading:
                 "restore(rehearsal=one_forward_and_backward) for a bit-exact resume"
             )
 
-    def _load(self, saved: Saved, answer: RestoreFrom, replicas: Replicas, watch: Stopwatch) -> Restored:
+    def _load(self, saved: SavedSnapshot, answer: RestoreFrom, replicas: Replicas, watch: Stopwatch) -> Restored:
         """Nothing that is returned points into the arena."""
         assert answer.version is not None
-        writer = Writer(saved, self.items, replicas.ranks_of)
+        writer = StateWriter(saved, self.items, replicas.ranks_of)
         writer.prepare()
         watch.lap("comparing with the live objects")
         writer.write()
@@ -136,7 +136,7 @@ class Loading:
         )  # fmt: skip
 
 
-def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: Sources, ring: Ring) -> Saved:
+def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: ReplicaChunks, ring: PinnedUploader) -> SavedSnapshot:
     """The tree and tensors of a slot that the keeper has verified."""
     sealed = view.arena.sealed(answer.slot)
     if sealed is None or sealed.version != answer.version:
@@ -155,7 +155,9 @@ def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: Sources, ring:
     tree = states.decode(values)
     payload = view.payload(answer.slot)
     chunks = sources.chunks(layout, answer.streams, arena=view.bytes, payload=payload)
-    return Saved(tree, layout, payload, chunks, prints, Loads(ring, view.arena.segment, payload_span.offset))
+    return SavedSnapshot(
+        tree, layout, payload, chunks, prints, UploadPlan(ring, view.arena.segment, payload_span.offset)
+    )
 
 
 def _wait_for_devices() -> None:

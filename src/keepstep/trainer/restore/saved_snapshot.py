@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from keepstep.errors import IntegrityError
-from keepstep.layout import CHUNK_BYTES, Entry, Layout, Piece
+from keepstep.layout import CHUNK_BYTES, Entry, Layout, TensorView
 from keepstep.trainer.connection.world import Ranks
 from keepstep.trainer.integrity.fingerprints import check_restored
 from keepstep.trainer.plan.tensor_blocks import flat_bytes, is_dense
-from keepstep.trainer.restore.device_upload import Loads
+from keepstep.trainer.restore.device_upload import UploadPlan
 from keepstep.trainer.restore.replica_chunks import Chunks
 from keepstep.trainer.state import objects as s
 from keepstep.trainer.state.rng import dtype_named, from_inline, loader_generators, set_generator, set_rng_state
@@ -23,7 +23,7 @@ from keepstep.values import InlineTensor, TensorRef, TorchDevice, TorchDtype, To
 class RandomStates:
     """The random states of a snapshot, and whose they are. Holds values only, nothing of the arena."""
 
-    def __init__(self, tree: Mapping[str, Any], items: s.Items) -> None:
+    def __init__(self, tree: Mapping[str, Any], items: s.StateObjects) -> None:
         self._globals = tree.get("rng")
         loaders = tree.get("loaders", {})
         self._own = [(item.thing, tree["items"][item.path]) for item in items.of(s.GENERATOR)]
@@ -38,7 +38,7 @@ class RandomStates:
             set_generator(generator, value)
 
 
-class Saved:
+class SavedSnapshot:
     """A verified snapshot: its tree, and where the bytes of its tensors lie."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Saved:
         payload: torch.Tensor,
         streams: Mapping[str, Chunks] | None = None,
         prints: bytes = b"",
-        loads: Loads | None = None,
+        loads: UploadPlan | None = None,
     ) -> None:
         """`loads`: how bytes get to devices; else they are copied from where they are."""
         self.tree, self.layout, self._payload = tree, layout, payload
@@ -59,7 +59,7 @@ class Saved:
         self._on_devices: list[tuple[int, torch.Tensor, str]] = []
         """(offset in the payload, bytes, path) of what was written to devices in one piece"""
 
-    def piece(self, ref: TensorRef) -> Piece:
+    def piece(self, ref: TensorRef) -> TensorView:
         return self._find(ref)[1]
 
     def holders(self, ref: TensorRef) -> Ranks | None:
@@ -113,7 +113,7 @@ class Saved:
         fresh = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype) if is_dense(view) else None
         return copy_bits(fresh if fresh is not None else torch.empty(view.shape, dtype=view.dtype), view)
 
-    def _find(self, ref: TensorRef) -> tuple[Entry, Piece, Chunks | None]:
+    def _find(self, ref: TensorRef) -> tuple[Entry, TensorView, Chunks | None]:
         try:
             index, piece = self.layout.refs[ref.index]
         except IndexError:
@@ -122,7 +122,7 @@ class Saved:
         entry = self._entries[index]
         return entry, entry.pieces[piece], self._chunks[index - own] if index >= own else None
 
-    def _view(self, entry: Entry, piece: Piece) -> torch.Tensor:
+    def _view(self, entry: Entry, piece: TensorView) -> torch.Tensor:
         """The saved tensor inside the arena. Copy it, never hand it out."""
         dtype = dtype_named(piece.dtype)
         if 0 in piece.shape:
@@ -131,7 +131,7 @@ class Saved:
         flat = self._payload[begin : begin + size].view(dtype)
         return flat.as_strided(piece.shape, piece.stride)
 
-    def _gather(self, entry: Entry, piece: Piece, chunks: Chunks) -> torch.Tensor:
+    def _gather(self, entry: Entry, piece: TensorView, chunks: Chunks) -> torch.Tensor:
         """A tensor of a stream in memory of its own: streams hold contiguous tensors only."""
         fresh = torch.empty(piece.shape, dtype=dtype_named(piece.dtype))
         _check_in_stream(entry, piece, fresh.dtype)
@@ -158,7 +158,7 @@ class Saved:
         return torch.device(value.name) if kind is TorchDevice else value
 
 
-def _reach_bytes(entry: Entry, piece: Piece, dtype: torch.dtype) -> int:
+def _reach_bytes(entry: Entry, piece: TensorView, dtype: torch.dtype) -> int:
     """The bytes from a piece's first element to its last. Raises when they are not inside its entry."""
     reach = 1 + sum((n - 1) * stride for n, stride in zip(piece.shape, piece.stride, strict=True))
     size = reach * dtype.itemsize
@@ -173,7 +173,7 @@ def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(size == 1 or first == second for size, first, second in strides)
 
 
-def _check_in_stream(entry: Entry, piece: Piece, dtype: torch.dtype) -> None:
+def _check_in_stream(entry: Entry, piece: TensorView, dtype: torch.dtype) -> None:
     _reach_bytes(entry, piece, dtype)
     expected = 1
     for size, stride in zip(reversed(piece.shape), reversed(piece.stride), strict=True):
@@ -182,7 +182,7 @@ def _check_in_stream(entry: Entry, piece: Piece, dtype: torch.dtype) -> None:
         expected *= size
 
 
-def _fill(target: torch.Tensor, start: int, chunks: Chunks, loads: Loads | None) -> None:
+def _fill(target: torch.Tensor, start: int, chunks: Chunks, loads: UploadPlan | None) -> None:
     """Fill a flat tensor with the bytes of a stream from `start` on."""
     for begin, part in _parts(start, target.numel(), chunks):
         there = target[begin : begin + part.numel()]

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from keepstep.errors import RecoveryError
 from keepstep.trainer.connection.world import Ranks
 from keepstep.trainer.plan.tensor_blocks import region_of
-from keepstep.trainer.restore.saved_snapshot import Saved
+from keepstep.trainer.restore.saved_snapshot import SavedSnapshot
 from keepstep.trainer.state import objects as s
 from keepstep.trainer.state.rng import (
     dtype_named,
@@ -60,10 +60,12 @@ class Restored:
         self._set_rng()
 
 
-class Writer:
+class StateWriter:
     """Checks a whole snapshot against the live objects, then writes it."""
 
-    def __init__(self, saved: Saved, items: s.Items, holders_of: HoldersOf = lambda tensor, path: None) -> None:
+    def __init__(
+        self, saved: SavedSnapshot, items: s.StateObjects, holders_of: HoldersOf = lambda tensor, path: None
+    ) -> None:
         """`holders_of`: the ranks that hold a live tensor's bytes by structure, None where that cannot be said."""
         self._saved, self._items, self._holders_of = saved, items, holders_of
         self._writes: list[Callable[[], object]] = []
@@ -73,7 +75,7 @@ class Writer:
         """Find everything to write. Raises with every difference named; nothing is touched."""
         trees = self._saved.tree["items"]
         self._compare_names("the state", set(trees), {item.path for item in self._items.all})
-        prepare: dict[str, Callable[[s.Item, Any], None]] = {
+        prepare: dict[str, Callable[[s.StateObject, Any], None]] = {
             s.MODULE: self._module, s.OPTIMIZER: self._optimizer, s.STATEFUL: self._stateful,
             s.LOADER: self._loader, s.PLAIN: self._plain, s.GENERATOR: self._generator,
         }  # fmt: skip
@@ -99,7 +101,7 @@ class Writer:
 
     # Each kind of object
 
-    def _module(self, item: s.Item, tree: Any) -> None:
+    def _module(self, item: s.StateObject, tree: Any) -> None:
         if not isinstance(tree, Mapping):
             self._problems.append(f"{item.path} is a module now and was saved as a {type(tree).__name__}")
             return
@@ -118,19 +120,19 @@ class Writer:
         if others:  # extra state, or copies that a hook has put there
             self._writes.append(partial(self._load_others, item, live, others))
 
-    def _load_others(self, item: s.Item, live: Any, others: dict[str, Any]) -> None:
+    def _load_others(self, item: s.StateObject, live: Any, others: dict[str, Any]) -> None:
         """What is not the module's own memory goes through its `load_state_dict`, beside what is restored already."""
         state = copy.copy(live)
         state.update(self._saved.values(others))
         self._give(item, state)
 
-    def _stateful(self, item: s.Item, tree: Any) -> None:
+    def _stateful(self, item: s.StateObject, tree: Any) -> None:
         self._writes.append(partial(self._load, item, tree))
 
-    def _load(self, item: s.Item, tree: Any) -> None:
+    def _load(self, item: s.StateObject, tree: Any) -> None:
         self._give(item, self._saved.values(tree))
 
-    def _give(self, item: s.Item, state: Any) -> None:
+    def _give(self, item: s.StateObject, state: Any) -> None:
         self._saved.land()  # it may look at tensors that are written already
         try:
             item.thing.load_state_dict(state)
@@ -140,7 +142,7 @@ class Writer:
                 hint="start with the code and settings that saved it",
             ) from error
 
-    def _loader(self, item: s.Item, tree: Any) -> None:
+    def _loader(self, item: s.StateObject, tree: Any) -> None:
         def load_and_prime() -> None:
             if tree is None:  # it was not iterated yet: neither primed, nor left as somebody has begun it since
                 if not s.is_untouched(item.thing):
@@ -154,12 +156,12 @@ class Writer:
             log.debug("%s draws from the global RNG; it is primed before the RNG is restored", item.path)
         self._writes.append(load_and_prime)
 
-    def _generator(self, item: s.Item, tree: Any) -> None:
+    def _generator(self, item: s.StateObject, tree: Any) -> None:
         here = type(generator_state(item.thing))
         if type(tree) is not here:
             self._problems.append(f"{item.path} is another kind of generator now")
 
-    def _plain(self, item: s.Item, tree: Any) -> None:
+    def _plain(self, item: s.StateObject, tree: Any) -> None:
         if isinstance(item.thing, torch.Tensor) and isinstance(tree, TensorRef):
             self._copy(item.path, item.thing, tree)
         else:
@@ -202,7 +204,7 @@ class Writer:
 
     # Optimizers
 
-    def _optimizer(self, item: s.Item, tree: Any) -> None:
+    def _optimizer(self, item: s.StateObject, tree: Any) -> None:
         if not (isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()):
             self._problems.append(f"{item.path} is an optimizer now and was none")
             return
@@ -214,7 +216,7 @@ class Writer:
             self._writes.append(partial(self._write_again, item.path, optimizer, tree))
 
     def _write_again(self, path: str, optimizer: torch.optim.Optimizer, tree: Any) -> None:
-        writer = Writer(self._saved, self._items, self._holders_of)
+        writer = StateWriter(self._saved, self._items, self._holders_of)
         writer._state_and_groups(path, optimizer, tree)
         writer.write()
 

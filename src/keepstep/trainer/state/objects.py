@@ -19,7 +19,7 @@ MAX_NESTING = 8
 
 
 @dataclass(frozen=True)
-class Item:
+class StateObject:
     """One object of the state, with what it is."""
 
     path: str
@@ -27,7 +27,7 @@ class Item:
     thing: Any
 
 
-class Items:
+class StateObjects:
     """All objects of the state in the order in which they are restored: modules first, loaders last."""
 
     _ORDER = (MODULE, OPTIMIZER, STATEFUL, PLAIN, LOADER, GENERATOR)
@@ -40,7 +40,7 @@ class Items:
         found = [item for name, thing in state.items() for item in _expand(name, thing)]
         self.all = sorted(found, key=lambda item: self._ORDER.index(item.kind))
 
-    def of(self, kind: str) -> list[Item]:
+    def of(self, kind: str) -> list[StateObject]:
         return [item for item in self.all if item.kind == kind]
 
     @property
@@ -48,7 +48,7 @@ class Items:
         return [unwrap_optimizer(item.thing) for item in self.of(OPTIMIZER)]
 
 
-def _expand(path: str, thing: Any) -> Iterator[Item]:
+def _expand(path: str, thing: Any) -> Iterator[StateObject]:
     """Containers that hold Stateful objects are looked into; everything else is one item."""
     kind = _kind(thing)
     if kind == PLAIN and _holds_stateful(thing, 0):
@@ -61,7 +61,7 @@ def _expand(path: str, thing: Any) -> Iterator[Item]:
             f"{path} is a {type(thing).__name__}, which cannot be restored in place",
             hint="give an object with state_dict() and load_state_dict(), a dict, a list or a tensor",
         )
-    yield Item(path, kind, thing)
+    yield StateObject(path, kind, thing)
 
 
 def _kind(thing: Any) -> str:

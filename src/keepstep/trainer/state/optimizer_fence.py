@@ -27,7 +27,7 @@ log = logging.getLogger("keepstep")
 FENCE_WAIT_S = 120.0
 
 
-class Gate:
+class CopyGate:
     """Copies of one snapshot that read what one optimizer owns."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Gate:
         return waited
 
 
-class Watched:
+class WatchedOptimizer:
     """One optimizer: whether its hook has shown itself, and what it must wait for."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str, modules: Iterable[torch.nn.Module] = ()) -> None:
@@ -75,7 +75,7 @@ class Watched:
         """pre-hooks since the last `take`"""
         self.distrusted = ""
         """why it is copied inside `take` from now on"""
-        self.gate: Gate | None = None
+        self.gate: CopyGate | None = None
 
     @property
     def trusted(self) -> bool:
@@ -104,14 +104,14 @@ class Watched:
         return found
 
 
-class Fence:
+class OptimizerFence:
     """All optimizers of the state behind one global hook."""
 
     def __init__(
         self, optimizers: Iterable[tuple[str, torch.optim.Optimizer]], modules: Iterable[torch.nn.Module] = ()
     ) -> None:
         modules = list(modules)
-        self.watched = [Watched(optimizer, name, modules) for name, optimizer in optimizers]
+        self.watched = [WatchedOptimizer(optimizer, name, modules) for name, optimizer in optimizers]
         self._by_id = {id(w.optimizer): w for w in self.watched}
         self.waited_s = 0.0
         self._stepped = False
@@ -130,7 +130,7 @@ class Fence:
         """Which parameters each optimizer steps, as a mark: what is fenced by whom follows from it."""
         return [[list(map(id, group["params"])) for group in w.optimizer.param_groups] for w in self.watched]
 
-    def arm(self, gates: dict[int, Gate]) -> None:
+    def arm(self, gates: dict[int, CopyGate]) -> None:
         """A new snapshot begins: `gates` by index of the optimizer. Counts start again."""
         for index, watched in enumerate(self.watched):
             watched.gate = gates.get(index)
@@ -158,7 +158,7 @@ class Fence:
                 watched.gate.broken = "the fence failed"
             return None
 
-    def _fence(self, watched: Watched, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _fence(self, watched: WatchedOptimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         watched.fired += 1
         self._stepped = True
         gate = watched.gate
@@ -175,7 +175,7 @@ class Fence:
             return (args[0], deferred, *args[2:]), kwargs
         return args, {**kwargs, "closure": deferred}
 
-    def _after(self, closure: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
+    def _after(self, closure: Callable[..., Any], gate: CopyGate) -> Callable[..., Any]:
         def closure_then_wait(*args: Any, **kwargs: Any) -> Any:
             result = closure(*args, **kwargs)
             self._wait(gate)
@@ -183,7 +183,7 @@ class Fence:
 
         return closure_then_wait
 
-    def _wait(self, gate: Gate) -> None:
+    def _wait(self, gate: CopyGate) -> None:
         self.waited_s += gate.wait()
 
 

@@ -30,8 +30,8 @@ from keepstep.trainer.state.objects import (
     OPTIMIZER,
     PLAIN,
     STATEFUL,
-    Item,
-    Items,
+    StateObject,
+    StateObjects,
     is_untouched,
     unwrap_optimizer,
 )
@@ -53,7 +53,7 @@ _CONSTANTS = frozenset({type(None), bool, int, float, str, bytes, TensorRef})
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-class Tensors:
+class TensorRuns:
     """The tensors of a state in order, in runs: those of a thing that did not change are one list, the same each time.
 
     So that a `take` does not have to touch each of thousands of objects only to count itself among their owners.
@@ -84,7 +84,7 @@ class Tensors:
 
 
 @dataclass(frozen=True)
-class Later:
+class DeferredValue:
     """A part that is encoded behind `take`: nothing in it changes any more."""
 
     tree: Any
@@ -94,18 +94,18 @@ class Later:
         return _encode(self.tree, self.path)
 
 
-Parts = dict[str, "bytes | Later"]
+Parts = dict[str, "bytes | DeferredValue"]
 
 
 @dataclass
-class Reading:
+class StateReading:
     """The state at one boundary."""
 
     tree: dict[str, Any]
     """what is to be encoded besides the parts: nothing in it changes any more"""
-    found: Tensors
+    found: TensorRuns
     parts: dict[str, tuple[int, Parts]]
-    relied_on: list[structure.Skeleton]
+    relied_on: list[structure.StateStructure]
     """what was recognised as unchanged, perhaps by a share of it"""
     rng: GlobalState | None
     encoder: GlobalEncoder
@@ -142,18 +142,18 @@ class Reading:
 
 
 @dataclass
-class Reader:
+class StateReader:
     """Reads the same objects again and again, and remembers what did not change."""
 
-    items: Items
+    items: StateObjects
     rng: bool
     grads: bool
-    _known: dict[str, structure.Skeleton] = field(default_factory=dict)
+    _known: dict[str, structure.StateStructure] = field(default_factory=dict)
     _encoder: GlobalEncoder = field(default_factory=GlobalEncoder)
 
-    def read(self, share: int | None = None) -> Reading:
+    def read(self, share: int | None = None) -> StateReading:
         """With a share, only that is looked at of what was seen before (`stillness`)."""
-        tensors = Tensors()
+        tensors = TensorRuns()
         parts = {item.path: (len(tensors), self._read(item, tensors, share)) for item in self.items.all}
         tree: dict[str, Any] = {}
         grads: tuple[int, Parts] | None = None
@@ -166,9 +166,9 @@ class Reader:
                 for item in self.items.of(LOADER)
             }
         rng = GlobalState.now() if self.rng else None
-        return Reading(tree, tensors, parts, list(self._known.values()), rng, self._encoder, grads)
+        return StateReading(tree, tensors, parts, list(self._known.values()), rng, self._encoder, grads)
 
-    def _read(self, item: Item, tensors: Tensors, share: int | None) -> Parts:
+    def _read(self, item: StateObject, tensors: TensorRuns, share: int | None) -> Parts:
         try:
             return self._parts(item, tensors, share)
         except RecursionError:
@@ -177,7 +177,7 @@ class Reader:
                 hint="store an index or a name in place of the reference",
             ) from None
 
-    def _parts(self, item: Item, tensors: Tensors, share: int | None) -> Parts:
+    def _parts(self, item: StateObject, tensors: TensorRuns, share: int | None) -> Parts:
         first = len(tensors)
         if item.kind == LOADER and is_untouched(item.thing):
             return {WHOLE: _encode(None, item.path)}
@@ -192,11 +192,11 @@ class Reader:
                 if item.kind == MODULE:
                     return {WHOLE: known.encoded}
                 groups = [_walk_group(group, tensors, first) for group in known.param_groups()]
-                later = Later(groups, item.path)
+                later = DeferredValue(groups, item.path)
                 return {STATE: known.encoded, GROUPS: later if all(map(_is_frozen, groups)) else later.encode()}
         return self._parts_anew(item, tensors, first)
 
-    def _parts_anew(self, item: Item, tensors: Tensors, first: int) -> Parts:
+    def _parts_anew(self, item: StateObject, tensors: TensorRuns, first: int) -> Parts:
         try:
             state = item.thing.state_dict()
         except Exception as error:
@@ -217,7 +217,7 @@ class Reader:
 
 
 def decode(values: bytes) -> dict[str, Any]:
-    """What `Reader.read` encoded: items as trees whose references count from the first tensor of all."""
+    """What `StateReader.read` encoded: items as trees whose references count from the first tensor of all."""
     tree = codec.decode(values)
     if not isinstance(tree, dict) or not isinstance(tree.get("items"), dict):
         raise IntegrityError("the values of the snapshot are not what this keepstep writes")
@@ -251,14 +251,14 @@ def _shift(value: Any, by: int) -> Any:
 
 
 def _encoded(parts: Parts) -> dict[str, bytes]:
-    return {name: part.encode() if isinstance(part, Later) else part for name, part in parts.items()}
+    return {name: part.encode() if isinstance(part, DeferredValue) else part for name, part in parts.items()}
 
 
 def _encode(tree: Any, path: str) -> bytes:
     return codec.encode(tree, path=path)
 
 
-def _walk(value: Any, tensors: Tensors, first: int, *, inline: bool = False) -> Any:
+def _walk(value: Any, tensors: TensorRuns, first: int, *, inline: bool = False) -> Any:
     """The tree with references instead of tensors; they count from `first`."""
     kind = type(value)
     if kind is dict:
@@ -281,7 +281,7 @@ def _walk(value: Any, tensors: Tensors, first: int, *, inline: bool = False) -> 
     return value
 
 
-def _walk_group(group: dict[str, Any], tensors: Tensors, first: int) -> dict[str, Any]:
+def _walk_group(group: dict[str, Any], tensors: TensorRuns, first: int) -> dict[str, Any]:
     """Its parameters are numbers already, hundreds of them."""
     others = {key: value for key, value in group.items() if key != "params"}
     return {**_walk(others, tensors, first), "params": group["params"]}

@@ -25,7 +25,7 @@ _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 @dataclass(frozen=True)
-class Part:
+class StructurePart:
     """One module, or the state of one parameter."""
 
     containers: tuple[dict[Any, Any], ...]
@@ -36,10 +36,10 @@ class Part:
     """whose containers these are"""
 
 
-class Places:
+class StructureParts:
     """Some parts, and what they held."""
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[StructurePart]) -> None:
         self._containers = [container for part in parts for container in part.containers]
         self._rules = [rule for part in parts for rule in part.rules]
         self._modules = [part.module for part in parts if part.module is not None]
@@ -76,12 +76,12 @@ class Places:
 
 
 @dataclass
-class Skeleton:
+class StateStructure:
     """The places of one object, the tensors in the order of its state, and that state's encoded structure."""
 
-    top: list[Part]
+    top: list[StructurePart]
     """how the object is put together"""
-    parts: list[Part]
+    parts: list[StructurePart]
     """where its tensors hang"""
     tensors: list[torch.Tensor]
     encoded: bytes
@@ -92,10 +92,10 @@ class Skeleton:
     """per parameter group, who they are: the indices are counted in this order"""
 
     def __post_init__(self) -> None:
-        self._shares = [Places(parts) for parts in deal(self.parts)]
+        self._shares = [StructureParts(parts) for parts in deal(self.parts)]
         # What holds others is always looked at in full: of a model that was made anew the old modules did not change.
-        self._joints = Places([part for part in self.top if any(part.containers)])
-        self._tips = [Places(parts) for parts in deal([part for part in self.top if not any(part.containers)])]
+        self._joints = StructureParts([part for part in self.top if any(part.containers)])
+        self._tips = [StructureParts(parts) for parts in deal([part for part in self.top if not any(part.containers)])]
         self._state = self.optimizer.state if self.optimizer is not None else None
 
     def holds(self, share: int | None = None) -> bool:
@@ -130,17 +130,17 @@ class Skeleton:
         ]
 
 
-def of_module(module: torch.nn.Module, state: Any, encoded: bytes) -> Skeleton | None:
+def of_module(module: torch.nn.Module, state: Any, encoded: bytes) -> StateStructure | None:
     """None when the module's state is more than its parameters and buffers."""
-    top: list[Part] = []
-    parts: list[Part] = []
+    top: list[StructurePart] = []
+    parts: list[StructurePart] = []
     tensors: list[torch.Tensor] = []
     for part in module.modules():
         if not _is_ordinary(part):
             return None
-        top.append(Part((part._modules,)))
+        top.append(StructurePart((part._modules,)))
         rules = (part._state_dict_hooks, part._state_dict_pre_hooks, part._non_persistent_buffers_set)
-        parts.append(Part((part._parameters, part._buffers), rules, part))
+        parts.append(StructurePart((part._parameters, part._buffers), rules, part))
     for value in state.values():
         if not isinstance(value, torch.Tensor):
             return None
@@ -152,7 +152,7 @@ def of_module(module: torch.nn.Module, state: Any, encoded: bytes) -> Skeleton |
         if name not in live:
             return None
         tensors.append(live[name])
-    return Skeleton(top, parts, tensors, encoded)
+    return StateStructure(top, parts, tensors, encoded)
 
 
 def _is_ordinary(part: torch.nn.Module) -> bool:
@@ -165,7 +165,7 @@ def _is_ordinary(part: torch.nn.Module) -> bool:
 
 def of_optimizer(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], tensors: list[torch.Tensor], encoded: bytes
-) -> Skeleton | None:
+) -> StateStructure | None:
     """None when the state holds values besides tensors: those must be read every time."""
     hooked = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
     if hooked or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or "state_dict" in vars(optimizer):
@@ -176,9 +176,12 @@ def of_optimizer(
         if not all(isinstance(value, torch.Tensor) for value in inner.values()):
             return None
     hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
-    top, parts = [Part((optimizer.state,), hooks)], [Part((inner,)) for inner in optimizer.state.values()]
+    top, parts = (
+        [StructurePart((optimizer.state,), hooks)],
+        [StructurePart((inner,)) for inner in optimizer.state.values()],
+    )
     indices = [list(group["params"]) for group in state["param_groups"]]
-    return Skeleton(top, parts, list(tensors), encoded, optimizer, indices, _identities(optimizer))
+    return StateStructure(top, parts, list(tensors), encoded, optimizer, indices, _identities(optimizer))
 
 
 def _identities(optimizer: torch.optim.Optimizer) -> list[list[int]]:

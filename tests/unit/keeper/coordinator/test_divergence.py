@@ -7,14 +7,14 @@ import random
 import pytest
 
 from keepstep.keeper.coordinator.divergence import Comparison, find
-from keepstep.keeper.coordinator.messages import Audit, AuditAnswer, Unit
+from keepstep.keeper.coordinator.messages import ReplicaAudit, ReplicaAuditAnswer, ReplicaUnit
 from keepstep.parity.code import coefficients
 from keepstep.parity.fingerprint import combine
 from keepstep.parity.placement import ShareMap
 from keepstep.types import Version
 
 
-def shares(n: int, m: int, chunks: int, wrong: dict[int, set[int]], seed: int = 0) -> list[AuditAnswer]:
+def shares(n: int, m: int, chunks: int, wrong: dict[int, set[int]], seed: int = 0) -> list[ReplicaAuditAnswer]:
     """What n nodes with one rank each say; `wrong`: chunks that differ in the replica of a rank."""
     rng = random.Random(seed)
     right = [rng.randbytes(16) for _ in range(chunks)]
@@ -23,12 +23,12 @@ def shares(n: int, m: int, chunks: int, wrong: dict[int, set[int]], seed: int = 
     answers = []
     for rank in range(n):
         own = [other[q] if q in wrong.get(rank, ()) else right[q] for q in range(chunks)]
-        units = [Unit(q, -1, rank, own[q]) for q in placed.data_of(rank)]
+        units = [ReplicaUnit(q, -1, rank, own[q]) for q in placed.data_of(rank)]
         for stripe, row in placed.parity_of(rank):
             sources = placed.sources_of(stripe)
             made = combine(coefficients(m, row, n - m)[: len(sources)], [own[q] for q in sources])
-            units.append(Unit(stripe, row, rank, made))
-        answers.append(AuditAnswer(n, m, tuple(units)))
+            units.append(ReplicaUnit(stripe, row, rank, made))
+        answers.append(ReplicaAuditAnswer(n, m, tuple(units)))
     return answers
 
 
@@ -71,31 +71,33 @@ def test_rank_that_is_known_is_named_and_all_that_is_in_doubt_is_taken_out() -> 
 
 def test_answer_that_lacks_units_accuses_nobody_of_what_is_there() -> None:
     answers = shares(4, 1, 9, {})
-    assert find([AuditAnswer(), *answers]) == find(answers)
+    assert find([ReplicaAuditAnswer(), *answers]) == find(answers)
     assert find([]).chunks == ()
 
 
 def test_copies_are_judged_by_the_most() -> None:
-    def said(rank: int, *digests: bytes) -> AuditAnswer:
-        return AuditAnswer(3, 0, tuple(Unit(q, -1, rank, digest) for q, digest in enumerate(digests)))
+    def said(rank: int, *digests: bytes) -> ReplicaAuditAnswer:
+        return ReplicaAuditAnswer(3, 0, tuple(ReplicaUnit(q, -1, rank, digest) for q, digest in enumerate(digests)))
 
-    comparison = Comparison(Audit(Version(3, 1), "class"))
+    comparison = Comparison(ReplicaAudit(Version(3, 1), "class"))
     assert comparison.hear([said(0, b"a", b"b"), said(5, b"a", b"x"), said(9, b"a", b"b")]) is None
     assert comparison.asked.chunks == (1,)
-    verdict = comparison.hear([AuditAnswer(paths=("model.w",)), AuditAnswer(paths=("model.w",)), AuditAnswer()])
+    verdict = comparison.hear(
+        [ReplicaAuditAnswer(paths=("model.w",)), ReplicaAuditAnswer(paths=("model.w",)), ReplicaAuditAnswer()]
+    )
     assert verdict is not None
     assert verdict.rank == 5
     assert verdict.paths == ("model.w",)
     assert "model.w: rank 5 differs from the other replicas" in verdict.reason
 
-    tie = Comparison(Audit(Version(3, 1), "class"))
+    tie = Comparison(ReplicaAudit(Version(3, 1), "class"))
     tie.hear([said(0, b"a"), said(1, b"b")])
-    verdict = tie.hear([AuditAnswer(paths=("w",)), AuditAnswer(paths=("w",))])
+    verdict = tie.hear([ReplicaAuditAnswer(paths=("w",)), ReplicaAuditAnswer(paths=("w",))])
     assert verdict is not None
     assert "one of ranks 0, 1 differs from the others" in verdict.reason
 
 
 def test_difference_that_is_gone_still_has_a_sentence() -> None:
-    verdict = Comparison(Audit(Version(3, 1), "class")).hear([AuditAnswer(), AuditAnswer()])
+    verdict = Comparison(ReplicaAudit(Version(3, 1), "class")).hear([ReplicaAuditAnswer(), ReplicaAuditAnswer()])
     assert verdict is not None
     assert "not any more" in verdict.reason

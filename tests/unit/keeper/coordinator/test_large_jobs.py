@@ -8,10 +8,10 @@ import msgspec
 
 from keepstep.control.messages import NodeCard
 from keepstep.keeper.coordinator import messages
-from keepstep.keeper.coordinator.coordinator import Job
+from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import Report
 from keepstep.keeper.coordinator.state import RESTORING, SERVING, Terms
-from keepstep.parity.placement import Place, cut_groups
+from keepstep.parity.placement import NodePlace, cut_groups
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.types import Incarnation, Version
 
@@ -25,7 +25,7 @@ LOST = 7
 def reports() -> list[Report]:
     """Every second node has the newest step; all have the one before, which is protected."""
     older, newer = Version(BEFORE, 1000), Version(BEFORE, 1001)
-    groups = cut_groups([Place(name) for name in NAMES], 8, 1)
+    groups = cut_groups([NodePlace(name) for name in NAMES], 8, 1)
     group_of = {node: group for group in groups for node in group}
     found = []
     for node, name in enumerate(NAMES):
@@ -47,19 +47,19 @@ def reports() -> list[Report]:
     return found
 
 
-def hear(job: Job, said: list[Report], number: int, **changes: object) -> list[Report]:
+def hear(job: Coordinator, said: list[Report], number: int, **changes: object) -> list[Report]:
     said = [msgspec.structs.replace(one, number=number, orders=job.orders_for(one.node_id), **changes) for one in said]
     for one in said:
         job.hear(one, 1.0)
     return said
 
 
-def size_of_orders(job: Job) -> int:
+def size_of_orders(job: Coordinator) -> int:
     return max(len(messages.encode(job.orders_for(name))) for name in NAMES)
 
 
 def test_what_is_restored_is_said_once_for_each_node_and_not_for_ever() -> None:
-    job = Job(NOW, dict.fromkeys(NAMES, ""), (), Terms(), 0.0)
+    job = Coordinator(NOW, dict.fromkeys(NAMES, ""), (), Terms(), 0.0)
     started = time.perf_counter()
     said = hear(job, reports(), 2)
     assert job.plan is not None

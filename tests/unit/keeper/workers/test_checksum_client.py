@@ -20,9 +20,9 @@ import pytest
 from keepstep.arena import memfd as segments
 from keepstep.arena.checksum import read_digests
 from keepstep.arena.chunks import Chunk
-from keepstep.arena.slots import CHUNK_BYTES, Arena, Span, plan_header
+from keepstep.arena.slots import CHUNK_BYTES, Arena, SlotSpan, plan_header
 from keepstep.keeper.workers import checksum_client as module
-from keepstep.keeper.workers.checksum_client import Reading
+from keepstep.keeper.workers.checksum_client import ChecksumClient
 from keepstep.layout import SnapshotSize
 
 PAYLOAD = 2 * CHUNK_BYTES + 12_345
@@ -53,8 +53,8 @@ def other() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def reading() -> Iterator[Reading]:
-    made = Reading(threads=2, least_bytes=1)
+def reading() -> Iterator[ChecksumClient]:
+    made = ChecksumClient(threads=2, least_bytes=1)
     yield made
     made.close()
     assert made._process is None
@@ -63,17 +63,17 @@ def reading() -> Iterator[Reading]:
 def chunks_of(arena: Arena, slot: int) -> list[Chunk]:
     begin = arena.payload_span(slot).offset
     sizes = [CHUNK_BYTES, CHUNK_BYTES, 12_345]
-    return [Chunk("unique", i, Span(begin + i * CHUNK_BYTES, size)) for i, size in enumerate(sizes)]
+    return [Chunk("unique", i, SlotSpan(begin + i * CHUNK_BYTES, size)) for i, size in enumerate(sizes)]
 
 
-def warmed(reading: Reading, arena: Arena, slot: int = 0) -> list[Chunk]:
+def warmed(reading: ChecksumClient, arena: Arena, slot: int = 0) -> list[Chunk]:
     chunks = chunks_of(arena, slot)
     assert reading.digests(arena, slot, chunks) is None  # not before it was read once
     reading.warm(arena, slot, chunks)
     return chunks
 
 
-def pid_of(reading: Reading) -> int:
+def pid_of(reading: ChecksumClient) -> int:
     assert reading._process is not None
     return reading._process.pid
 
@@ -97,7 +97,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_it_says_what_is_read_through_the_descriptor(reading: Reading, arena: Arena) -> None:
+def test_it_says_what_is_read_through_the_descriptor(reading: ChecksumClient, arena: Arena) -> None:
     for slot in range(2):
         chunks = warmed(reading, arena, slot)
         assert reading.digests(arena, slot, chunks) == read_digests(arena, slot, chunks)
@@ -110,21 +110,21 @@ def test_it_says_what_is_read_through_the_descriptor(reading: Reading, arena: Ar
     assert maps_of(os.getpid()) == 0  # the keeper itself maps nothing
 
 
-def test_more_chunks_than_fit_a_request(reading: Reading, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_chunks_than_fit_a_request(reading: ChecksumClient, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.r, "MOST_SPANS", 2)
     chunks = warmed(reading, arena)
     assert reading.digests(arena, 0, chunks) == read_digests(arena, 0, chunks)
 
 
-def test_the_largest_request_and_its_answer_fit_a_datagram(reading: Reading, arena: Arena) -> None:
+def test_the_largest_request_and_its_answer_fit_a_datagram(reading: ChecksumClient, arena: Arena) -> None:
     warmed(reading, arena)
-    many = [Chunk("unique", i, Span(i, 1)) for i in range(module.r.MOST_SPANS)]
+    many = [Chunk("unique", i, SlotSpan(i, 1)) for i in range(module.r.MOST_SPANS)]
     assert reading.digests(arena, 0, many) == read_digests(arena, 0, many)
 
 
 def test_what_is_not_worth_it_starts_no_process(arena: Arena) -> None:
     for least_bytes in (0, 2 * PAYLOAD):
-        reading = Reading(threads=2, least_bytes=least_bytes)
+        reading = ChecksumClient(threads=2, least_bytes=least_bytes)
         warmed(reading, arena)
         assert reading._process is None
         assert reading.digests(arena, 0, chunks_of(arena, 0)) is None
@@ -132,7 +132,7 @@ def test_what_is_not_worth_it_starts_no_process(arena: Arena) -> None:
 
 
 def test_reader_that_dies_is_replaced_later_and_its_slots_are_read_through_descriptors_meanwhile(
-    reading: Reading, arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    reading: ChecksumClient, arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     chunks = warmed(reading, arena)
     first = pid_of(reading)
@@ -151,7 +151,7 @@ def test_reader_that_dies_is_replaced_later_and_its_slots_are_read_through_descr
     assert reading.digests(arena, 0, chunks) == read_digests(arena, 0, chunks)
 
 
-def test_reader_that_dies_unused_leaves_nothing_behind(reading: Reading, arena: Arena) -> None:
+def test_reader_that_dies_unused_leaves_nothing_behind(reading: ChecksumClient, arena: Arena) -> None:
     warmed(reading, arena)
     reading.tend()
     pid = pid_of(reading)
@@ -162,7 +162,9 @@ def test_reader_that_dies_unused_leaves_nothing_behind(reading: Reading, arena: 
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_reader_that_stands_still_is_given_up(reading: Reading, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_that_stands_still_is_given_up(
+    reading: ChecksumClient, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chunks = warmed(reading, arena)
     assert reading.digests(arena, 0, chunks) is not None
     pid = pid_of(reading)
@@ -175,7 +177,7 @@ def test_reader_that_stands_still_is_given_up(reading: Reading, arena: Arena, mo
 
 
 def test_an_arena_that_is_given_up_is_unmapped_and_not_mapped_again(
-    reading: Reading, arena: Arena, other: Arena
+    reading: ChecksumClient, arena: Arena, other: Arena
 ) -> None:
     chunks = warmed(reading, arena)
     others = warmed(reading, other)
@@ -193,7 +195,7 @@ def test_an_arena_that_is_given_up_is_unmapped_and_not_mapped_again(
 
 
 def test_reader_that_stands_still_holds_no_arena_that_is_given_up(
-    reading: Reading, arena: Arena, other: Arena, monkeypatch: pytest.MonkeyPatch
+    reading: ChecksumClient, arena: Arena, other: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warmed(reading, arena)
     warmed(reading, other)
@@ -205,7 +207,7 @@ def test_reader_that_stands_still_holds_no_arena_that_is_given_up(
 
 
 def test_an_arena_that_was_closed_meanwhile_costs_the_others_nothing(
-    reading: Reading, arena: Arena, other: Arena
+    reading: ChecksumClient, arena: Arena, other: Arena
 ) -> None:
     chunks = warmed(reading, arena)
     others = chunks_of(other, 0)
@@ -227,7 +229,7 @@ class Channel:
         return getattr(self._inner, name)
 
 
-def test_an_answer_that_was_not_waited_for_answers_nothing_else(reading: Reading, arena: Arena) -> None:
+def test_an_answer_that_was_not_waited_for_answers_nothing_else(reading: ChecksumClient, arena: Arena) -> None:
     first, second = warmed(reading, arena, 0), warmed(reading, arena, 1)
     pid = pid_of(reading)
     assert reading._channel is not None
@@ -242,7 +244,7 @@ def test_an_answer_that_was_not_waited_for_answers_nothing_else(reading: Reading
     assert reading.digests(arena, 1, second) is None
 
 
-def test_an_answer_to_another_request_is_refused(reading: Reading, arena: Arena) -> None:
+def test_an_answer_to_another_request_is_refused(reading: ChecksumClient, arena: Arena) -> None:
     chunks = warmed(reading, arena)
     assert reading._channel is not None
     said: list[bytes] = []
@@ -257,7 +259,7 @@ def test_an_answer_to_another_request_is_refused(reading: Reading, arena: Arena)
     assert reading._process is None
 
 
-def test_close_does_not_wait_for_an_answer(reading: Reading, arena: Arena) -> None:
+def test_close_does_not_wait_for_an_answer(reading: ChecksumClient, arena: Arena) -> None:
     chunks = warmed(reading, arena)
     assert reading.digests(arena, 0, chunks) is not None
     pid = pid_of(reading)
@@ -279,15 +281,15 @@ def test_it_ends_with_the_keeper_however_that_ends() -> None:
         [sys.executable, "-c", textwrap.dedent("""
             import time
             from keepstep.arena.chunks import Chunk
-            from keepstep.arena.slots import Arena, Span, plan_header
-            from keepstep.keeper.workers.checksum_client import Reading
+            from keepstep.arena.slots import Arena, SlotSpan, plan_header
+            from keepstep.keeper.workers.checksum_client import ChecksumClient
             from keepstep.layout import SnapshotSize
             need = SnapshotSize(100, 100, 1000)
             header = plan_header(
                 need, slots=2, local_index=0, generation=1, run_id="r", node_id="n", instance=bytes(16)
             )
-            arena, reading = Arena.create(header), Reading(threads=1, least_bytes=1)
-            chunks = [Chunk("unique", 0, Span(arena.payload_span(0).offset, 1000))]
+            arena, reading = Arena.create(header), ChecksumClient(threads=1, least_bytes=1)
+            chunks = [Chunk("unique", 0, SlotSpan(arena.payload_span(0).offset, 1000))]
             reading.warm(arena, 0, chunks)
             assert reading.digests(arena, 0, chunks)
             print(reading._process.pid, flush=True)

@@ -21,11 +21,11 @@ from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, plan_header
 from keepstep.control.messages import RestoreFrom
 from keepstep.errors import IntegrityError
 from keepstep.keeper.transfer import chunk_store as shelf_module
-from keepstep.keeper.transfer.chunk_store import STREAM, Book, Shelf, Wanted, open_book
+from keepstep.keeper.transfer.chunk_store import STREAM, ChunkRequest, ChunkStore, SealedSnapshot, open_book
 from keepstep.keeper.transfer.streams import find_streams
-from keepstep.keeper.workers.layout_index import Holdings, KnownHoldings
+from keepstep.keeper.workers.layout_index import LayoutIndex, LayoutIndexCache
 from keepstep.keeper.workers.replica_digests import class_digests
-from keepstep.layout import CHUNK_BYTES, FULL, Entry, Layout, Piece, SnapshotSize, Stream, class_id, digest
+from keepstep.layout import CHUNK_BYTES, FULL, Entry, Layout, ReplicaSet, SnapshotSize, TensorView, class_id, digest
 from keepstep.transport.interface import Refusal
 from keepstep.types import Incarnation, Version
 
@@ -35,8 +35,8 @@ LOCAL, CHUNKS = 8, 4096
 TENSORS = 20_000
 
 
-def piece(path: str, size_bytes: int) -> Piece:
-    return Piece(path, "uint8", (size_bytes,), (1,), 0, (size_bytes,), (0,), False)
+def piece(path: str, size_bytes: int) -> TensorView:
+    return TensorView(path, "uint8", (size_bytes,), (1,), 0, (size_bytes,), (0,), False)
 
 
 @dataclass
@@ -68,7 +68,7 @@ def make(
     return arena
 
 
-def served(shelf: Shelf, asked: bytes) -> int:
+def served(shelf: ChunkStore, asked: bytes) -> int:
     """How many bytes a peer would get. The descriptor that they are read from is given back."""
     body = shelf.serve("peer", asked)
     body.release()
@@ -84,7 +84,7 @@ def node() -> Iterator[Node]:
     with ExitStack() as stack:
         arenas = []
         for rank in range(LOCAL):
-            stream = Stream(
+            stream = ReplicaSet(
                 name, ranks, tuple(r // LOCAL for r in ranks), size, entries, FULL, 2, 0, 0, 0,
                 tuple(range(rank, CHUNKS, LOCAL)), (),
             )  # fmt: skip
@@ -112,10 +112,12 @@ def test_chunks_of_a_large_class_are_found_in_one_look_each(node: Node) -> None:
 
 
 def test_chunk_of_a_large_class_is_served_without_going_through_all_of_it(node: Node) -> None:
-    shelf = Shelf("n", lambda *_: None)
+    shelf = ChunkStore("n", lambda *_: None)
     for arena in node.arenas:
         shelf.put(arena)
-    asked = [Wanted(STREAM, VERSION, chunk=chunk, class_id=node.class_id).encode() for chunk in range(0, CHUNKS, 7)]
+    asked = [
+        ChunkRequest(STREAM, VERSION, chunk=chunk, class_id=node.class_id).encode() for chunk in range(0, CHUNKS, 7)
+    ]
     assert served(shelf, asked[0]) == CHUNK_BYTES
     started = time.perf_counter()
     for one in asked:
@@ -129,7 +131,7 @@ class OneRank:
 
     layout: Layout
     arena: Arena
-    shelf: Shelf
+    shelf: ChunkStore
     asked: bytes
 
     def write_again(self, steps: int) -> None:
@@ -141,10 +143,10 @@ def rank() -> Iterator[OneRank]:
     size = 2 * CHUNK_BYTES
     entries = (Entry(0, size, (piece("model.weight", size),)),)
     name = class_id((0, 1), entries)
-    layout = Layout((), (), (Stream(name, (0, 1), (0, 1), size, entries, FULL, 2, 0, 0, 0, (0, 1), ()),))
-    arena, shelf = make(0, layout), Shelf("n", lambda *_: None)
+    layout = Layout((), (), (ReplicaSet(name, (0, 1), (0, 1), size, entries, FULL, 2, 0, 0, 0, (0, 1), ()),))
+    arena, shelf = make(0, layout), ChunkStore("n", lambda *_: None)
     shelf.put(arena)
-    yield OneRank(layout, arena, shelf, Wanted(STREAM, VERSION, chunk=1, class_id=name).encode())
+    yield OneRank(layout, arena, shelf, ChunkRequest(STREAM, VERSION, chunk=1, class_id=name).encode())
     arena.close()
 
 
@@ -158,7 +160,7 @@ def test_chunk_of_a_slot_that_was_written_again_is_not_served(rank: OneRank) -> 
 def test_slot_that_is_written_again_while_it_is_opened_does_not_stand_for_the_old_version(
     rank: OneRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def too_late(arena: Arena, slot: int, sealed: SealedSlot | None = None) -> Book:
+    def too_late(arena: Arena, slot: int, sealed: SealedSlot | None = None) -> SealedSnapshot:
         rank.write_again(2)
         return open_book(arena, slot, sealed)
 
@@ -193,7 +195,7 @@ def test_time_that_is_no_number_in_a_header_does_not_make_a_book_old(rank: OneRa
 def test_layouts_of_many_tensors_are_decoded_once_for_all_snapshots_of_all_ranks(replicated: bool) -> None:
     entries = tuple(Entry(at * 64, 64, (piece(f"model.{at}", 64),)) for at in range(TENSORS))
     ranks = tuple(range(LOCAL))
-    stream = Stream(class_id(ranks, entries), ranks, ranks, TENSORS * 64, entries, FULL, LOCAL, 0, 0, 0, (0,), ())
+    stream = ReplicaSet(class_id(ranks, entries), ranks, ranks, TENSORS * 64, entries, FULL, LOCAL, 0, 0, 0, (0,), ())
     layout = Layout((), (), (stream,)) if replicated else Layout(entries, tuple((at, 0) for at in range(TENSORS)))
     layouts = [layout] if not replicated else [layout, *(replace_turn(layout, turn) for turn in range(1, LOCAL))]
     arenas = [make(rank, one) for rank, one in enumerate(layouts)]
@@ -224,7 +226,7 @@ def small(tensors: int) -> tuple[TrainerHeader, bytes]:
     """A layout with one stream of this many tensors, and a header that belongs to it."""
     entries = tuple(Entry(at * 64, 64, (piece(f"model.{at}", 64),)) for at in range(tensors))
     name = class_id((0, 1), entries)
-    stream = Stream(name, (0, 1), (0, 1), tensors * 64, entries, FULL, 2, 0, 0, 0, (0,), ())
+    stream = ReplicaSet(name, (0, 1), (0, 1), tensors * 64, entries, FULL, 2, 0, 0, 0, (0,), ())
     layout = Layout((), (), (stream,))
     encoded = layout.encode()
     header = TrainerHeader(
@@ -236,11 +238,11 @@ def small(tensors: int) -> tuple[TrainerHeader, bytes]:
 
 
 def test_layouts_that_are_kept_have_a_bound_and_the_one_used_last_stays() -> None:
-    known = KnownHoldings(most_layouts=3)
+    known = LayoutIndexCache(most_layouts=3)
     wanted = [small(tensors) for tensors in (30, 31, 32, 33)]
     reads = []
 
-    def look(index: int) -> Holdings:
+    def look(index: int) -> LayoutIndex:
         header, encoded = wanted[index]
         return known.of(header, lambda: reads.append(index) or encoded)  # type: ignore[func-returns-value]
 
@@ -255,7 +257,7 @@ def test_layouts_that_are_kept_have_a_bound_and_the_one_used_last_stays() -> Non
 
 
 def test_what_is_kept_of_layouts_is_counted_in_chunks() -> None:
-    known = KnownHoldings(most_chunks=2)
+    known = LayoutIndexCache(most_chunks=2)
     for tensors in (1, 2, 3):
         header, encoded = small(tensors)
         known.of(header, lambda encoded=encoded: encoded)  # type: ignore[misc]
@@ -266,7 +268,7 @@ def test_what_is_kept_of_layouts_is_counted_in_chunks() -> None:
 
 
 def test_layout_that_is_not_the_one_of_its_header_is_refused() -> None:
-    known = KnownHoldings()
+    known = LayoutIndexCache()
     header, encoded = small(2)
     with pytest.raises(IntegrityError, match="does not match its digest"):
         known.of(header, lambda: encoded[:-1] + b"!")

@@ -23,7 +23,7 @@ from keepstep.arena.slots import CHUNK_BYTES
 from keepstep.parity.code import Code
 from keepstep.parity.fingerprint import FOLDS, fingerprint
 from keepstep.parity.gpu import batches
-from keepstep.parity.gpu.batches import Part, Source, Stripe
+from keepstep.parity.gpu.batches import Source, Stripe, TensorBytes
 
 FIRST, SECOND = FOLDS[0].block_bytes, FOLDS[1].block_bytes
 ALIGNED = 16
@@ -50,7 +50,9 @@ def encode_batch(request: pytest.FixtureRequest) -> Callable[[int, int, Sequence
 
     def run(k: int, m: int, stripes: Sequence[Stripe]) -> None:
         sums = [
-            kernels.Sum(tuple(Code(k, m).rows[row] for row in rows), [batches._parts(one) for one in sources], outs)
+            kernels.SumTables(
+                tuple(Code(k, m).rows[row] for row in rows), [batches._parts(one) for one in sources], outs
+            )
             for rows, sources, outs in stripes
         ]
         kernels.EncodeTables(sums, torch.device("cpu")).run()
@@ -123,7 +125,11 @@ def test_stripes_with_other_rows_and_absent_sources(encode_batch: Callable) -> N
 
 
 def test_a_source_in_parts_with_gaps(encode_batch: Callable) -> None:
-    parts = [Part(0, memory(40, seed=1)), Part(64, memory(3, seed=2)), Part(67, memory(50, 3, seed=3))]
+    parts = [
+        TensorBytes(0, memory(40, seed=1)),
+        TensorBytes(64, memory(3, seed=2)),
+        TensorBytes(67, memory(50, 3, seed=3)),
+    ]
     stripes = [Stripe([0, 1, 2], [parts, memory(150, seed=4)], [memory(160) for _ in range(3)])]
     encode_batch(2, 3, stripes)
     check(2, 3, stripes)
@@ -161,12 +167,17 @@ PLACES = [
 
 @pytest.mark.parametrize("begin", PLACES)
 def test_fingerprints_of_bytes_anywhere_in_a_chunk(fingerprint_spans: Callable, begin: int) -> None:
-    span = [Part(begin, memory(40, begin % ALIGNED))]
+    span = [TensorBytes(begin, memory(40, begin % ALIGNED))]
     assert bytes(fingerprint_spans([span])[0].tolist()) == fingerprint(read(span, CHUNK_BYTES))
 
 
 def test_fingerprints_of_many_spans_keep_their_order(fingerprint_spans: Callable) -> None:
-    spans = [memory(100, seed=1), None, [Part(0, memory(5, seed=2)), Part(1000, memory(70, 1, seed=3))], memory(33, 1)]
+    spans = [
+        memory(100, seed=1),
+        None,
+        [TensorBytes(0, memory(5, seed=2)), TensorBytes(1000, memory(70, 1, seed=3))],
+        memory(33, 1),
+    ]
     found = fingerprint_spans(spans)
     assert [bytes(row) for row in found.tolist()] == [fingerprint(read(span, 2000)) for span in spans]
     assert fingerprint_spans([]).shape == (0, 16)
@@ -174,7 +185,7 @@ def test_fingerprints_of_many_spans_keep_their_order(fingerprint_spans: Callable
 
 def test_tables_run_again_over_other_bytes(kernels: ModuleType) -> None:
     span = memory(50)
-    tables = kernels.FingerprintTables(kernels.extents([[Part(0, span)]]), 1, torch.device("cpu"))
+    tables = kernels.FingerprintTables(kernels.extents([[TensorBytes(0, span)]]), 1, torch.device("cpu"))
     for filling in (1, 2):
         span.fill_(filling)
         assert bytes(tables.run()[0].tolist()) == fingerprint(bytes([filling] * 50))
@@ -190,7 +201,7 @@ def test_a_span_over_several_blocks_of_the_first_fold(kernels: ModuleType) -> No
 def test_wrong_kernels_are_not_believed() -> None:
     """And right ones are: here the native code stands in for them."""
 
-    def encode_rows(rows: Sequence[bytes], sources: Sequence[Sequence[Part]], outs: Sequence[Tensor]) -> None:
+    def encode_rows(rows: Sequence[bytes], sources: Sequence[Sequence[TensorBytes]], outs: Sequence[Tensor]) -> None:
         batches.encode_batch(3, 2, [Stripe(range(2), sources, outs)])
 
     def fingerprint_chunks(data: Tensor, chunk_bytes: int) -> Tensor:
@@ -210,9 +221,9 @@ def test_nonsense_in_a_batch_is_refused() -> None:
         (lambda: batches.encode_batch(1, 1, [Stripe([0], [row], [])]), "0 results for 1 rows"),
         (lambda: batches.encode_batch(1, 1, [Stripe([1], [row], [row.clone()])]), "row 1 of 1"),
         (lambda: batches.encode_batch(1, 2, [Stripe([0, 1], [row], [row.clone(), row[:4]])]), "results of 4 and 8"),
-        (lambda: batches.encode_batch(1, 1, [Stripe([0], [[Part(1, row)]], [row.clone()])]), "9 bytes"),
-        (lambda: batches.fingerprint_spans([[Part(0, row), Part(7, row)]]), "begins at 7"),
-        (lambda: batches.fingerprint_spans([[Part(CHUNK_BYTES, row)]]), "bytes on cpu"),
+        (lambda: batches.encode_batch(1, 1, [Stripe([0], [[TensorBytes(1, row)]], [row.clone()])]), "9 bytes"),
+        (lambda: batches.fingerprint_spans([[TensorBytes(0, row), TensorBytes(7, row)]]), "begins at 7"),
+        (lambda: batches.fingerprint_spans([[TensorBytes(CHUNK_BYTES, row)]]), "bytes on cpu"),
     ]:
         with pytest.raises(ValueError, match=reason):
             call()

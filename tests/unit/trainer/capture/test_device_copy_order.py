@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from keepstep.trainer.capture import device_copy
-from keepstep.trainer.capture.device_copy import Cargo, Departure, Lane, cut
+from keepstep.trainer.capture.device_copy import DeviceLane, DeviceTransfer, TransferPlan, cut
 from keepstep.trainer.capture.small_tensors import gather
-from keepstep.trainer.capture.split import Split
-from keepstep.trainer.integrity.checks import Checks
-from keepstep.trainer.integrity.fingerprints import Prints
-from keepstep.trainer.plan.units import Unit
+from keepstep.trainer.capture.split import StagingPolicy
+from keepstep.trainer.integrity.checks import SnapshotChecks
+from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
+from keepstep.trainer.plan.units import CopyOp
 
 HOST = torch.device("cpu")
 PIECE = 1 << 20
@@ -97,20 +97,20 @@ class State:
 
     def __init__(self, *sizes: int) -> None:
         nobody: Any = None
-        self.units, self.small, end = list[Unit](), list[Unit](), 0
+        self.units, self.small, end = list[CopyOp](), list[CopyOp](), 0
         for number, size in enumerate((100, 4, 64, *sizes)):
             source = torch.randint(256, (size,), dtype=torch.uint8)
-            unit = Unit(source, end, size, f"tensor {number}", frozenset({number % 2}), nobody)
+            unit = CopyOp(source, end, size, f"tensor {number}", frozenset({number % 2}), nobody)
             (self.units if number > 2 else self.small).append(unit)
             end += -(-size // 64) * 64
         self.payload_bytes = end
         self.gathered = gather(self.small)
 
-    def depart(self, lane: Lane, payload: torch.Tensor) -> tuple[Departure, Checks]:
+    def depart(self, lane: DeviceLane, payload: torch.Tensor) -> tuple[DeviceTransfer, SnapshotChecks]:
         pieces = [piece for u in self.units for piece in cut(payload[u.offset :][: u.size_bytes], u.source, u.owners)]
-        checks = Checks(None, [Prints(self.units, random.Random(0), whole=True)])
-        cargo = Cargo(payload, self.gathered, pieces, {len(pieces) - 1: ((0, self.payload_bytes),)})
-        return Departure(lane, cargo, (), lambda: checks.look(HOST), lambda: checks.leave(HOST)), checks
+        checks = SnapshotChecks(None, [DeviceFingerprints(self.units, random.Random(0), whole=True)])
+        cargo = TransferPlan(payload, self.gathered, pieces, {len(pieces) - 1: ((0, self.payload_bytes),)})
+        return DeviceTransfer(lane, cargo, (), lambda: checks.look(HOST), lambda: checks.leave(HOST)), checks
 
     def is_in(self, payload: torch.Tensor) -> bool:
         every = [*self.units, *self.small]
@@ -121,9 +121,9 @@ class State:
             unit.source.random_(0, 256)
 
 
-def lane_with(room: int) -> Lane:
-    lane = Lane(HOST, 0)
-    lane.memory, lane.split = torch.empty(room, dtype=torch.uint8), Split(room)
+def lane_with(room: int) -> DeviceLane:
+    lane = DeviceLane(HOST, 0)
+    lane.memory, lane.split = torch.empty(room, dtype=torch.uint8), StagingPolicy(room)
     return lane
 
 
@@ -162,8 +162,8 @@ def test_all_that_leaves_goes_on_one_stream(device: Device, monkeypatch: pytest.
     """One engine of a GPU takes everything to the host: what another stream wants of it waits for the whole snapshot,
     with all that is queued behind it, and slows the snapshot down (decision 17)."""
     told: list[Stream] = []
-    leave = Prints.leave
-    monkeypatch.setattr(Prints, "leave", lambda self: (told.append(device.current), leave(self)))
+    leave = DeviceFingerprints.leave
+    monkeypatch.setattr(DeviceFingerprints, "leave", lambda self: (told.append(device.current), leave(self)))
     lane, state = lane_with(room), State(20 * PIECE)
     payload = torch.zeros(state.payload_bytes, dtype=torch.uint8)
     departure, _ = state.depart(lane, payload)
@@ -177,8 +177,8 @@ def test_all_that_leaves_goes_on_one_stream(device: Device, monkeypatch: pytest.
 def test_what_was_seen_leaves_early(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A `take` that must know whether an optimizer has written waits for it."""
     before: list[int] = []
-    leave = Prints.leave
-    monkeypatch.setattr(Prints, "leave", lambda self: (before.append(len(device.copied)), leave(self)))
+    leave = DeviceFingerprints.leave
+    monkeypatch.setattr(DeviceFingerprints, "leave", lambda self: (before.append(len(device.copied)), leave(self)))
     state = State(30 * PIECE)
     cargo = state.depart(lane_with(0), torch.zeros(state.payload_bytes, dtype=torch.uint8))[0]
     cargo.issue(lambda owner: None, lambda size: None)

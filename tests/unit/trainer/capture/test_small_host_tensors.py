@@ -12,7 +12,7 @@ import torch
 from keepstep.errors import CaptureError
 from keepstep.layout import ALIGN, align
 from keepstep.trainer.capture.scattered import MOST_PIECES, Scattered
-from keepstep.trainer.plan.units import Unit
+from keepstep.trainer.plan.units import CopyOp
 
 START = 4096
 
@@ -24,13 +24,13 @@ def fd() -> Iterator[int]:
     os.close(made)
 
 
-def units_of(sizes: list[int], gaps: dict[int, int]) -> list[Unit]:
+def units_of(sizes: list[int], gaps: dict[int, int]) -> list[CopyOp]:
     """Side by side, each at its alignment; `gaps`: bytes of something else before the unit with this index."""
     found, at = [], 0
     for index, size in enumerate(sizes):
         at += gaps.get(index, 0)
         source = torch.randint(256, (size,), dtype=torch.uint8)
-        found.append(Unit(source, at, size, f"tensor {index}", frozenset(), None))  # type: ignore[arg-type]
+        found.append(CopyOp(source, at, size, f"tensor {index}", frozenset(), None))  # type: ignore[arg-type]
         at = align(at + size)
     return found
 

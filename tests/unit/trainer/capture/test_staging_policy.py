@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from keepstep.trainer.capture.split import MARGIN_S, Split
+from keepstep.trainer.capture.split import MARGIN_S, StagingPolicy
 
 RATE = 50e9
 GB = 1_000_000_000
@@ -12,7 +12,7 @@ GB = 1_000_000_000
 
 def settle(window_s: float, total: int, budget: int, snapshots: int = 40) -> list[int]:
     """The late bytes of snapshots in a row, when the update comes `window_s` after `take` each time."""
-    split, found = Split(budget), []
+    split, found = StagingPolicy(budget), []
     for _ in range(snapshots):
         late = split.late_of(total)
         found.append(late)
@@ -21,8 +21,8 @@ def settle(window_s: float, total: int, budget: int, snapshots: int = 40) -> lis
 
 
 def test_first_snapshot_stages_all_it_may_because_nothing_is_known() -> None:
-    assert Split(2 * GB).late_of(17 * GB) == 2 * GB
-    assert Split(2 * GB).late_of(GB) == GB
+    assert StagingPolicy(2 * GB).late_of(17 * GB) == 2 * GB
+    assert StagingPolicy(2 * GB).late_of(GB) == GB
 
 
 def test_late_part_becomes_what_the_window_leaves_over_with_a_margin() -> None:
@@ -37,10 +37,10 @@ def test_nothing_is_late_where_there_is_time_for_everything() -> None:
 
 
 def test_a_step_that_had_to_wait_is_answered_at_once_and_a_long_one_hardly() -> None:
-    split = Split(2 * GB, late_bytes=GB)
+    split = StagingPolicy(2 * GB, late_bytes=GB)
     split.learn(-0.01, RATE)
     assert split.late_of(17 * GB) == round(GB + (0.01 + MARGIN_S) * RATE)
-    split = Split(2 * GB, late_bytes=GB)
+    split = StagingPolicy(2 * GB, late_bytes=GB)
     split.learn(MARGIN_S + 0.01, RATE)
     assert GB - 0.3 * 0.01 * RATE < split.late_of(17 * GB) < GB
 
@@ -51,5 +51,5 @@ def test_late_part_stays_within_its_budget_however_long_the_update_waits() -> No
 
 
 def test_scale_is_wrong_on_purpose_and_still_within_bounds() -> None:
-    assert Split(2 * GB, late_bytes=GB, scale=4.0).late_of(17 * GB) == 0
-    assert Split(2 * GB, late_bytes=GB, scale=0.25).late_of(17 * GB) == 2 * GB
+    assert StagingPolicy(2 * GB, late_bytes=GB, scale=4.0).late_of(17 * GB) == 0
+    assert StagingPolicy(2 * GB, late_bytes=GB, scale=0.25).late_of(17 * GB) == 2 * GB

@@ -13,11 +13,11 @@ import torch
 from keepstep.config import TakeConfig
 from keepstep.trainer.capture import capture
 from keepstep.trainer.capture.capture import Capture
-from keepstep.trainer.capture.job import Job
-from keepstep.trainer.integrity.checks import Checks
-from keepstep.trainer.integrity.fingerprints import Prints
-from keepstep.trainer.plan.units import Unit
-from keepstep.trainer.state.optimizer_fence import Fence, Gate
+from keepstep.trainer.capture.job import CaptureJob
+from keepstep.trainer.integrity.checks import SnapshotChecks
+from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
+from keepstep.trainer.plan.units import CopyOp
+from keepstep.trainer.state.optimizer_fence import CopyGate, OptimizerFence
 
 HOST = torch.device("cpu")
 
@@ -28,15 +28,15 @@ class Flying:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         nobody: Any = None
         owned = torch.nn.Parameter(torch.zeros(3000))
-        self.fence = Fence([("optimizer", torch.optim.SGD([owned]))])
+        self.fence = OptimizerFence([("optimizer", torch.optim.SGD([owned]))])
         self.capture = Capture(
             nobody, TakeConfig(), self.fence, landed=lambda *_: None, committed=lambda *_: None, voided=lambda *_: None
         )
         self.source = owned.detach().view(torch.uint8)
-        unit = Unit(self.source, 0, self.source.numel(), "weight", frozenset({0}), nobody)
-        self.checks = Checks(None, [Prints([unit], random.Random(0), whole=True)])
-        self.job = Job(
-            nobody, nobody, 0, nobody, 0, nobody, nobody, {0: Gate()}, self.checks, lambda: b"", lambda: "",
+        unit = CopyOp(self.source, 0, self.source.numel(), "weight", frozenset({0}), nobody)
+        self.checks = SnapshotChecks(None, [DeviceFingerprints([unit], random.Random(0), whole=True)])
+        self.job = CaptureJob(
+            nobody, nobody, 0, nobody, 0, nobody, nobody, {0: CopyGate()}, self.checks, lambda: b"", lambda: "",
             departures=[nobody],
         )  # fmt: skip
         monkeypatch.setattr(self.capture, "_flying", [self.job])

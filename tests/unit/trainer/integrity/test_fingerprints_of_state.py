@@ -10,22 +10,22 @@ import torch
 
 from keepstep.errors import IntegrityError
 from keepstep.trainer.capture.small_tensors import gather
-from keepstep.trainer.integrity.checks import Checks
-from keepstep.trainer.integrity.fingerprints import ROW, Prints, check_restored, frame, unframe
-from keepstep.trainer.plan.units import Unit
+from keepstep.trainer.integrity.checks import SnapshotChecks
+from keepstep.trainer.integrity.fingerprints import ROW, DeviceFingerprints, check_restored, frame, unframe
+from keepstep.trainer.plan.units import CopyOp
 
 SIZES = (9 << 20, 100, 5_000_001, 4 << 20)
 
 
-def laid_out(sizes: tuple[int, ...] = SIZES) -> tuple[list[Unit], torch.Tensor]:
+def laid_out(sizes: tuple[int, ...] = SIZES) -> tuple[list[CopyOp], torch.Tensor]:
     """Units with random bytes, and a payload that they have landed in."""
     torch.manual_seed(1)
-    units: list[Unit] = []
+    units: list[CopyOp] = []
     offset = 0
     nobody: Any = None
     for number, size in enumerate(sizes):
         source = torch.randint(0, 256, (size,), dtype=torch.uint8)
-        units.append(Unit(source, offset, size, f"tensor {number}", frozenset({number % 2}), nobody))
+        units.append(CopyOp(source, offset, size, f"tensor {number}", frozenset({number % 2}), nobody))
         offset += -(-size // 64) * 64
     payload = torch.zeros(offset, dtype=torch.uint8)
     for unit in units:
@@ -33,8 +33,8 @@ def laid_out(sizes: tuple[int, ...] = SIZES) -> tuple[list[Unit], torch.Tensor]:
     return units, payload
 
 
-def taken(units: list[Unit], *, whole: bool = True, seed: int = 0) -> Prints:
-    prints = Prints(units, random.Random(seed), whole=whole)
+def taken(units: list[CopyOp], *, whole: bool = True, seed: int = 0) -> DeviceFingerprints:
+    prints = DeviceFingerprints(units, random.Random(seed), whole=whole)
     prints.compute()
     prints.leave()
     return prints
@@ -76,7 +76,7 @@ def test_change_at_the_source_counts_against_the_optimizers_that_are_asked_for()
 
 def test_nobody_can_say_what_changed_before_the_prints_are_on_their_way() -> None:
     units, _ = laid_out()
-    checks = Checks(None, [Prints(units, random.Random(0), whole=True)])
+    checks = SnapshotChecks(None, [DeviceFingerprints(units, random.Random(0), whole=True)])
     assert not checks.have_looked
     checks.look(units[0].device)
     assert not checks.have_looked, "what stands in their place on the host is nothing yet"
@@ -106,7 +106,7 @@ def test_chunks_are_drawn_anew_each_time_so_that_all_are_seen() -> None:
     rng = random.Random(3)
     found = 0
     for _ in range(400):
-        prints = Prints(units, rng, whole=False)
+        prints = DeviceFingerprints(units, rng, whole=False)
         prints.compute()
         prints.leave()
         found += prints.changed_on_the_way(payload) is not None

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from keepstep.trainer.plan.stillness import LOOKS, MAX_BREACHES, MAX_SHARES, MOVED, Glance, Stillness, deal
+from keepstep.trainer.plan.stillness import LOOKS, MAX_BREACHES, MAX_SHARES, MOVED, SpotCheck, Stillness, deal
 from keepstep.trainer.plan.tensor_blocks import Signature
-from keepstep.trainer.state.objects import Items
-from keepstep.trainer.state.reader import Reader
+from keepstep.trainer.state.objects import StateObjects
+from keepstep.trainer.state.reader import StateReader
 
 
 def moved() -> bool:
@@ -86,10 +86,10 @@ def test_a_share_that_was_looked_at_before_the_state_was_found_restless_is_still
     stillness = trusted()
     second = stillness.glance()
     if restless_by == "a full look":
-        stillness.look([moved], Glance(None, second.era))
+        stillness.look([moved], SpotCheck(None, second.era))
     else:
         for _ in range(MAX_BREACHES):
-            stillness.look([moved], Glance(1, second.era))
+            stillness.look([moved], SpotCheck(1, second.era))
     assert stillness.glance().share is None
     assert stillness.look([moved], second) == MOVED
 
@@ -129,7 +129,9 @@ class State:
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
-        self.reader = Reader(Items({"model": self.model, "optimizer": self.optimizer}), rng=False, grads=False)
+        self.reader = StateReader(
+            StateObjects({"model": self.model, "optimizer": self.optimizer}), rng=False, grads=False
+        )
         reading = self.reader.read()
         self.signature = Signature(reading.tensors, reading.found.runs)
         reading = self.reader.read()  # the first one was of what state_dict() gave, which are other objects

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from keepstep.trainer.connection.world import Place, Ranks, World
-from keepstep.trainer.plan.replica_shares import Sharing
+from keepstep.trainer.connection.world import RankPlace, Ranks, World
+from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.replication import Replicas, replica_ranks
-from keepstep.trainer.state.objects import Items
-from keepstep.trainer.state.reader import Reader
+from keepstep.trainer.state.objects import StateObjects
+from keepstep.trainer.state.reader import StateReader
 
 WIDE = 600
 """a weight of WIDE x WIDE floats is more than a MiB"""
@@ -58,11 +58,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def classes(state: dict[str, Any], sharing: Sharing | None = None, **options: Any) -> dict[str, Ranks]:
+def classes(state: dict[str, Any], sharing: ReplicaShares | None = None, **options: Any) -> dict[str, Ranks]:
     """Path -> ranks of everything that is proven to be held by others too."""
-    items = Items(state)
-    replicas = Replicas(items, sharing or Sharing(FOUR_NODES), **options)
-    reading = Reader(items, rng=False, grads=options.get("grads", False)).read()
+    items = StateObjects(state)
+    replicas = Replicas(items, sharing or ReplicaShares(FOUR_NODES), **options)
+    reading = StateReader(items, rng=False, grads=options.get("grads", False)).read()
     found = {path: replicas.ranks_of(reading.tensors[index], path) for index, path in reading.paths().items()}
     return {path: ranks for path, ranks in found.items() if ranks is not None}
 
@@ -71,29 +71,29 @@ def classes(state: dict[str, Any], sharing: Sharing | None = None, **options: An
 
 
 def test_world_is_known_where_ranks_are_dealt_out_node_by_node() -> None:
-    assert World.of(Place(5, 8, 1, 4), {}) == World(5, (0, 0, 0, 0, 1, 1, 1, 1))
-    assert World.of(Place(5, 8, 1, 4), {"GROUP_RANK": "1"}) is not None
+    assert World.of(RankPlace(5, 8, 1, 4), {}) == World(5, (0, 0, 0, 0, 1, 1, 1, 1))
+    assert World.of(RankPlace(5, 8, 1, 4), {"GROUP_RANK": "1"}) is not None
 
 
 @pytest.mark.parametrize(
     ("place", "environ"),
     [
-        (Place(0, 1, 0, 1), {}),
-        (Place(1, 4, 1, 4), {}),
-        (Place(5, 8, 0, 4), {}),
-        (Place(5, 7, 1, 4), {}),
-        (Place(5, 8, 1, 4), {"GROUP_RANK": "0"}),
+        (RankPlace(0, 1, 0, 1), {}),
+        (RankPlace(1, 4, 1, 4), {}),
+        (RankPlace(5, 8, 0, 4), {}),
+        (RankPlace(5, 7, 1, 4), {}),
+        (RankPlace(5, 8, 1, 4), {"GROUP_RANK": "0"}),
     ],
     ids=["single process", "single node", "dealt out otherwise", "unequal nodes", "another node rank"],
 )
 def test_no_world_where_there_is_one_node_or_ranks_are_dealt_out_otherwise(
-    place: Place, environ: dict[str, str]
+    place: RankPlace, environ: dict[str, str]
 ) -> None:
     assert World.of(place, environ) is None
 
 
 def test_nothing_is_shared_without_a_world(world_of_four: None) -> None:
-    items = Items({"model": DistributedDataParallel(Net())})
+    items = StateObjects({"model": DistributedDataParallel(Net())})
     replicas = Replicas(items, None, named="model")
     assert replicas.ranks_of(torch.zeros(WIDE, WIDE), "model.x") is None
     assert replicas.ranks_of_state(torch.optim.SGD([nn.Parameter(torch.ones(1))]), torch.ones(1), 1 << 30) is None
@@ -179,7 +179,7 @@ def test_state_is_shared_only_where_the_step_is_torchs_own(world_of_four: None, 
     step(model, optimizer)
     found = classes({"model": model, "optimizer": optimizer})
     assert any(path.startswith("optimizer") for path in found) is shared
-    replicas = Replicas(Items({"model": model, "optimizer": optimizer}), Sharing(FOUR_NODES))
+    replicas = Replicas(StateObjects({"model": model, "optimizer": optimizer}), ReplicaShares(FOUR_NODES))
     weight = model.module.first.weight
     assert (replicas.ranks_of_state(optimizer, weight, weight.nbytes) == EVERYONE) is shared
 
@@ -192,7 +192,7 @@ def test_state_of_zero_redundancy_is_the_ranks_own(world_of_four: None) -> None:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.1)
     weight = model.module.first.weight
     optimizer.state[weight]["exp_avg"] = torch.zeros_like(weight)
-    replicas = Replicas(Items({"model": model, "optimizer": optimizer}), Sharing(FOUR_NODES))
+    replicas = Replicas(StateObjects({"model": model, "optimizer": optimizer}), ReplicaShares(FOUR_NODES))
     assert replicas.ranks_of(optimizer.state[weight]["exp_avg"], "optimizer.state.0.exp_avg") is None
     assert replicas.ranks_of(weight, "model.module.first.weight") == EVERYONE
 
@@ -209,9 +209,9 @@ def test_gradients_are_the_ranks_own(world_of_four: None) -> None:
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer)
-    items = Items({"model": model, "optimizer": optimizer})
-    replicas = Replicas(items, Sharing(FOUR_NODES), named="grads")
-    reading = Reader(items, rng=False, grads=True).read()
+    items = StateObjects({"model": model, "optimizer": optimizer})
+    replicas = Replicas(items, ReplicaShares(FOUR_NODES), named="grads")
+    reading = StateReader(items, rng=False, grads=True).read()
     found = {path for index, path in reading.paths().items() if replicas.ranks_of(reading.tensors[index], path)}
     assert found == {"model.module.first.weight", "model.module.second.weight"}
 
@@ -230,13 +230,13 @@ def test_small_and_non_contiguous_tensors_are_the_ranks_own(world_of_four: None)
 def test_replicas_on_one_node_or_on_too_few_nodes_are_the_ranks_own(world_of_four: None) -> None:
     model = DistributedDataParallel(Net())
     two_nodes = World(0, (0, 0, 1, 1))
-    assert classes({"model": model}, Sharing(World(0, (0, 0, 0, 0, 1, 1, 1, 1)))) == {}, "all on one node"
-    assert set(classes({"model": model}, Sharing(two_nodes, losses=2)).values()) == {EVERYONE}, "all there are"
+    assert classes({"model": model}, ReplicaShares(World(0, (0, 0, 0, 0, 1, 1, 1, 1)))) == {}, "all on one node"
+    assert set(classes({"model": model}, ReplicaShares(two_nodes, losses=2)).values()) == {EVERYONE}, "all there are"
     group = dist.new_group([0, 2])
     pair = DistributedDataParallel(Net(), process_group=group)
-    assert classes({"model": pair}, Sharing(FOUR_NODES, losses=2)) == {}, "both may be lost"
-    assert classes({"model": pair}, Sharing(FOUR_NODES, losses=1)) != {}
-    assert classes({"model": model}, Sharing(World(0, (0, 1)))) == {}, "ranks that the world does not have"
+    assert classes({"model": pair}, ReplicaShares(FOUR_NODES, losses=2)) == {}, "both may be lost"
+    assert classes({"model": pair}, ReplicaShares(FOUR_NODES, losses=1)) != {}
+    assert classes({"model": model}, ReplicaShares(World(0, (0, 1)))) == {}, "ranks that the world does not have"
 
 
 # DTensor
@@ -279,7 +279,7 @@ def test_hsdp_shares_each_shard_and_plain_fsdp_shares_nothing(world_of_four: Non
         found = classes({"model": model, "optimizer": optimizer})
         assert set(found.values()) == expected
         assert set(found) == ({"model.0.weight", "optimizer.state.0.exp_avg"} if expected else set())
-        replicas = Replicas(Items({"model": model, "optimizer": optimizer}), Sharing(FOUR_NODES))
+        replicas = Replicas(StateObjects({"model": model, "optimizer": optimizer}), ReplicaShares(FOUR_NODES))
         assert {replicas.ranks_of_state(optimizer, weight, 1 << 21)} == (expected or {None})
 
 
@@ -327,9 +327,9 @@ def _train_in_two_processes(rank: int, store: str, results: str) -> None:
             model(torch.randn(3, WIDE)).square().mean().backward()
             model.module.table.add_(rank + 1)
             optimizer.step()
-        items = Items({"model": model, "optimizer": optimizer})
-        replicas = Replicas(items, Sharing(World(rank, (0, 1))))
-        reading = Reader(items, rng=False, grads=False).read()
+        items = StateObjects({"model": model, "optimizer": optimizer})
+        replicas = Replicas(items, ReplicaShares(World(rank, (0, 1))))
+        reading = StateReader(items, rng=False, grads=False).read()
         shared = {
             path: reading.tensors[index].detach().clone()
             for index, path in reading.paths().items()

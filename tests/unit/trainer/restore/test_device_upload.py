@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from keepstep import faults
-from keepstep.arena.memfd import Segment
+from keepstep.arena.memfd import Memfd
 from keepstep.errors import IntegrityError
 from keepstep.trainer.restore import device_upload as module
-from keepstep.trainer.restore.device_upload import Loads, Ring, Stretch, plan, threads_for
+from keepstep.trainer.restore.device_upload import PinnedUploader, UploadPlan, UploadRange, plan, threads_for
 
 SIZE = 1_000_000
 
@@ -32,8 +32,8 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
-    made = Segment.create(SIZE)
+def segment() -> Iterator[Memfd]:
+    made = Memfd.create(SIZE)
     made.write(0, os.urandom(SIZE))
     yield made
     made.close()
@@ -51,14 +51,14 @@ def draw(rng: random.Random) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_byte_arrives(segment: Segment, seed: int) -> None:
+def test_every_byte_arrives(segment: Memfd, seed: int) -> None:
     rng = random.Random(seed)
     places = draw(rng)
     elsewhere = [torch.frombuffer(bytearray(os.urandom(n)), dtype=torch.uint8) for n in (1, 10_000, 25_001)]
-    stretches = [Stretch(at, torch.zeros(size, dtype=torch.uint8)) for at, size in places]
-    stretches += [Stretch(source, torch.zeros_like(source)) for source in elsewhere]
+    stretches = [UploadRange(at, torch.zeros(size, dtype=torch.uint8)) for at, size in places]
+    stretches += [UploadRange(source, torch.zeros_like(source)) for source in elsewhere]
     rng.shuffle(stretches)
-    ring = Ring(rng.randint(1, 5))
+    ring = PinnedUploader(rng.randint(1, 5))
     ring.load(segment, stretches)
     ring.close()
     for source, target in stretches:
@@ -69,7 +69,7 @@ def test_every_byte_arrives(segment: Segment, seed: int) -> None:
 class LateDevice(module._Sending):
     """Reads a buffer when it is waited for, and not before."""
 
-    def send(self, piece: module.Piece, buffer: np.ndarray) -> None:
+    def send(self, piece: module.UploadPiece, buffer: np.ndarray) -> None:
         self._late = [*getattr(self, "_late", []), piece]
         self._sent.append(([], buffer))
 
@@ -90,11 +90,11 @@ class LateDevice(module._Sending):
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_buffer_is_not_filled_again_before_its_copy_has_ended(
-    segment: Segment, monkeypatch: pytest.MonkeyPatch, threads: int
+    segment: Memfd, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     monkeypatch.setattr(module, "_Sending", LateDevice)
-    ring, target = Ring(threads), torch.zeros(SIZE, dtype=torch.uint8)
-    ring.load(segment, [Stretch(0, target)])
+    ring, target = PinnedUploader(threads), torch.zeros(SIZE, dtype=torch.uint8)
+    ring.load(segment, [UploadRange(0, target)])
     ring.close()
     assert bytes(target.numpy()) == segment.read(0, SIZE)
 
@@ -155,7 +155,7 @@ def test_a_device_that_fails_at_first_leaves_the_callers_streams_as_they_were(mo
     assert fake.current == []
 
 
-def test_without_threads_to_be_had_it_fails_and_leaves_none(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_threads_to_be_had_it_fails_and_leaves_none(segment: Memfd, monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = threading.Thread.start, 0
 
     def third_fails(thread: threading.Thread) -> None:
@@ -166,16 +166,16 @@ def test_without_threads_to_be_had_it_fails_and_leaves_none(segment: Segment, mo
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", third_fails)
-    ring = Ring(4)
+    ring = PinnedUploader(4)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        ring.load(segment, [Stretch(0, torch.zeros(SIZE, dtype=torch.uint8))])
+        ring.load(segment, [UploadRange(0, torch.zeros(SIZE, dtype=torch.uint8))])
     ring.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("keepstep-ring")]
 
 
-def test_what_lies_side_by_side_is_read_together_and_what_is_large_is_cut(segment: Segment) -> None:
-    def stretch(at: int, size: int) -> Stretch:
-        return Stretch(at, torch.zeros(size, dtype=torch.uint8))
+def test_what_lies_side_by_side_is_read_together_and_what_is_large_is_cut(segment: Memfd) -> None:
+    def stretch(at: int, size: int) -> UploadRange:
+        return UploadRange(at, torch.zeros(size, dtype=torch.uint8))
 
     together = plan([stretch(5_000, 1_000), stretch(0, 4_900)])
     assert [(piece.source, piece.size_bytes, len(piece.parts)) for piece in together] == [(0, 6_000, 2)]
@@ -185,7 +185,7 @@ def test_what_lies_side_by_side_is_read_together_and_what_is_large_is_cut(segmen
     assert [(piece.source, piece.size_bytes) for piece in cut] == [(50, 10_000), (10_050, 10_000), (20_050, 5_000)]
 
 
-def test_bad_memory_is_an_error_that_says_so_and_ends_all_threads(segment: Segment) -> None:
+def test_bad_memory_is_an_error_that_says_so_and_ends_all_threads(segment: Memfd) -> None:
     reads = 0
 
     def fail(name: str) -> None:
@@ -195,14 +195,14 @@ def test_bad_memory_is_an_error_that_says_so_and_ends_all_threads(segment: Segme
             raise OSError(5, "Input/output error")
 
     faults.install(fail)
-    ring = Ring(3)
+    ring = PinnedUploader(3)
     with pytest.raises(IntegrityError, match="memory of the arena is bad"):
-        ring.load(segment, [Stretch(0, torch.zeros(SIZE, dtype=torch.uint8))])
+        ring.load(segment, [UploadRange(0, torch.zeros(SIZE, dtype=torch.uint8))])
     ring.close()
     assert reads < 20
 
 
-def test_nothing_is_written_after_an_interruption(segment: Segment) -> None:
+def test_nothing_is_written_after_an_interruption(segment: Memfd) -> None:
     """As Ctrl-C is one; by another signal, since a background job ignores that."""
     reads = 0
 
@@ -218,9 +218,9 @@ def test_nothing_is_written_after_an_interruption(segment: Segment) -> None:
 
     before = signal.signal(signal.SIGUSR1, raise_it)
     faults.install(interrupt)
-    ring, target = Ring(2), torch.zeros(SIZE, dtype=torch.uint8)
+    ring, target = PinnedUploader(2), torch.zeros(SIZE, dtype=torch.uint8)
     with pytest.raises(KeyboardInterrupt):
-        ring.load(segment, [Stretch(0, target)])
+        ring.load(segment, [UploadRange(0, target)])
     signal.signal(signal.SIGUSR1, before)
     ring.close()
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("keepstep-ring")]
@@ -228,22 +228,22 @@ def test_nothing_is_written_after_an_interruption(segment: Segment) -> None:
     assert not target[SIZE // 2 :].any()
 
 
-def test_more_ranks_than_cores_share_one_thread_each(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_cores_share_one_thread_each(segment: Memfd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert [threads_for(1), threads_for(2), threads_for(8)] == [2, 1, 0]
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     assert threads_for(8) == 2  # cores of its own
     target = torch.zeros(50, dtype=torch.uint8)
-    ring = Ring(0)
-    ring.load(segment, [Stretch(7, target)])
+    ring = PinnedUploader(0)
+    ring.load(segment, [UploadRange(7, target)])
     ring.close()
     assert bytes(target.numpy()) == segment.read(7, 50)
 
 
-def test_loads_are_counted_from_the_payload_and_done_once(segment: Segment) -> None:
-    ring = Ring(1)
-    loads = Loads(ring, segment, payload_offset=1_000)
+def test_loads_are_counted_from_the_payload_and_done_once(segment: Memfd) -> None:
+    ring = PinnedUploader(1)
+    loads = UploadPlan(ring, segment, payload_offset=1_000)
     first, second = torch.zeros(50, dtype=torch.uint8), torch.zeros(60, dtype=torch.uint8)
     loads.add(10, first)
     loads.run()
