@@ -19,7 +19,8 @@ from keepstep.arena.slots import Arena, plan_header
 from keepstep.config import TakeConfig
 from keepstep.layout import CHUNK_BYTES, ReplicaSet
 from keepstep.parity.code import Code
-from keepstep.trainer.capture.capture import Capture, Job
+from keepstep.trainer.capture.capture import Capture
+from keepstep.trainer.capture.job import CaptureJob
 from keepstep.trainer.connection.world import RankPlace, World
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.plan import arena_size
@@ -89,9 +90,9 @@ def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: in
     arena = Arena.create(header)
     view = ArenaView(arena, Mapping(arena.segment))
     view.register_with_cuda()
-    over: queue.Queue[tuple[Job, str]] = queue.Queue()
+    over: queue.Queue[tuple[CaptureJob, str]] = queue.Queue()
     capture = Capture(
-        RankPlace(1, 4, 0, 1), TakeConfig(budget_ms=60_000), fence, landed=lambda job, ranges: None,
+        RankPlace(1, 4, 0, 1), TakeConfig(budget_ms=60_000), fence,
         committed=lambda job: over.put((job, "")), voided=lambda job, reason: over.put((job, reason)),
     )  # fmt: skip
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,9 @@ import pytest
 import torch
 
 import keepstep
-from keepstep.config import ArenaConfig, KeeperConfig
+from keepstep.config import KeeperConfig
 from keepstep.layout import SnapshotSize
 from keepstep.testing.run import LocalRun
-from keepstep.trainer.capture.capture import Capture
 from keepstep.trainer.capture.scattered import Scattered
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.restore.device_upload import UploadPlan
@@ -176,99 +174,6 @@ def test_a_flipped_bit_is_found_in_the_map(run: LocalRun) -> None:
             arena.segment.write(at, bytes([byte ^ 4]))
         assert "chunk 0 of the payload" in run.verify()[0].problem
         snapshots.close(finished=True)
-
-
-@pytest.mark.parametrize("hurried", [True, False])
-def test_what_has_landed_is_read_while_the_rest_is_copied_when_the_next_one_waits(
-    run: LocalRun, monkeypatch: pytest.MonkeyPatch, hurried: bool
-) -> None:
-    monkeypatch.setattr(Training, "width", 1500)  # 108 MB: the keeper is told three times
-    if hurried:  # as if the one before were still on its way
-        monkeypatch.setattr(Capture, "_is_hurried", lambda self: True)
-    config = run.config(keeper=KeeperConfig(reader_bytes=1))
-    before = Training(seed=1)
-    with keepstep.Snapshotter(before.state, config) as snapshots:
-        snapshots.restore()
-        for step in range(1, 8):
-            before.step()
-            assert snapshots.take(step).wait(timeout_s=30) >= keepstep.Survives.PROCESS
-        counters = snapshots.status().counters
-        # Each slot is read through its descriptor first. Without need nothing is read beside the copy.
-        assert counters["early_chunks"] >= 3 * 20 if hurried else counters["early_chunks"] == 0, counters
-        assert all(not result.problem for result in run.verify())
-        snapshots.close(finished=False)
-    check_restored(config, before, 7)
-
-
-def test_after_a_snapshot_that_found_no_slot_what_lands_is_read_at_once(
-    run: LocalRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise at every step every third is skipped: the first one behind it finds nothing in flight, and is late."""
-    monkeypatch.setattr(Training, "width", 1500)
-    config = run.config(keeper=KeeperConfig(reader_bytes=1))
-    training = Training(seed=1)
-    with keepstep.Snapshotter(training.state, config) as snapshots:
-        snapshots.restore()
-        for step in range(1, 6):
-            training.step()
-            pending = snapshots.take(step)
-            assert pending.wait(timeout_s=30) >= keepstep.Survives.PROCESS
-        assert snapshots.status().counters["early_chunks"] == 0
-        training.step()
-        pending = snapshots.take(6)
-        refused = snapshots.take(7)
-        assert "still being sealed" in refused.reason
-        assert pending.wait(timeout_s=30) >= keepstep.Survives.PROCESS
-        training.step()
-        assert snapshots.take(8).wait(timeout_s=30) >= keepstep.Survives.PROCESS
-        early = snapshots.status().counters["early_chunks"]
-        assert early >= 5
-        training.step()
-        assert snapshots.take(9).wait(timeout_s=30) >= keepstep.Survives.PROCESS
-        assert snapshots.status().counters["early_chunks"] == early, "only as long as there is need"
-
-
-def test_after_a_pause_what_lands_is_read_at_once_if_it_was_before(
-    run: LocalRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An evaluation is over, and the next step follows in no time: sealed afterwards, this one would be late for it."""
-    monkeypatch.setattr(Training, "width", 1500)
-    may_commit, commit = threading.Event(), Capture._commit
-
-    def held_up(self: Capture, job: Any) -> None:
-        assert may_commit.wait(30)
-        commit(self, job)
-
-    monkeypatch.setattr(Capture, "_commit", held_up)
-    config = run.config(keeper=KeeperConfig(reader_bytes=1), arena=ArenaConfig(slots=3))
-    training = Training(seed=1)
-    with keepstep.Snapshotter(training.state, config) as snapshots:
-
-        def take(step: int) -> float:
-            """Returns how many chunks were read early so far."""
-            assert snapshots.take(step).wait(timeout_s=30) >= keepstep.Survives.PROCESS
-            return snapshots.status().counters["early_chunks"]
-
-        snapshots.restore()
-        may_commit.set()
-        for step in range(1, 8):
-            training.step()
-            assert take(step) == 0
-        may_commit.clear()
-        training.step()
-        first = snapshots.take(8)
-        training.step()  # waits for the copy
-        second = snapshots.take(9)
-        assert not second.skipped, second.reason
-        may_commit.set()
-        assert min(first.wait(timeout_s=30), second.wait(timeout_s=30)) >= keepstep.Survives.PROCESS
-        training.step()
-        before = snapshots.status().counters["early_chunks"]
-        assert before > 0
-        after = take(10)
-        assert after > before, "nothing was in flight, but the one before was in a hurry"
-        training.step()
-        assert take(11) == after, "only as long as there is need"
 
 
 def test_memory_that_is_replaced_waits_for_a_take_that_has_begun(

@@ -37,8 +37,6 @@ class MapFunction(Protocol):
 
 Digests = Callable[[Arena, int, list[Chunk]], bytes]
 """16 bytes for each of these chunks of a slot"""
-Known = Callable[[Arena, int, int], dict[int, bytes]]
-"""what was read before the commit with this sequence: digests by the offset of their chunk"""
 
 
 def read_digests(
@@ -76,9 +74,7 @@ def _digest(arena: Arena, chunk: Chunk, buffer: memoryview) -> bytes:
     return state.digest()
 
 
-def seal(
-    arena: Arena, slot: int, version: Version, digests: Digests = read_digests, known: Known = lambda *_: {}
-) -> SealedSlot:
+def seal(arena: Arena, slot: int, version: Version, digests: Digests = read_digests) -> SealedSlot:
     """Checksum what the trainer committed and write the keeper header. Raises when it is not what was said.
 
     A slot that is sealed already is verified instead: new checksums would bless a bit that flipped since.
@@ -91,7 +87,7 @@ def seal(
     sequence, trainer = found
     chunks = chunk_spans(arena, slot, trainer)
     _check_layout(arena, slot, trainer)
-    table = _complete(known(arena, slot, sequence), chunks, lambda missing: digests(arena, slot, missing))
+    table = digests(arena, slot, chunks)
     arena.segment.write(arena.table_span(slot).offset, table)
     after = arena.committed(slot)
     if after is None or after[0] != sequence:
@@ -116,14 +112,6 @@ def verify(arena: Arena, slot: int, digests: Digests = read_digests) -> SealedSl
         raise IntegrityError(f"slot {slot}: {_first_difference(actual, table, chunks)}")
     _check_layout(arena, slot, sealed.trainer)
     return sealed
-
-
-def _complete(known: dict[int, bytes], chunks: list[Chunk], read: Callable[[list[Chunk]], bytes]) -> bytes:
-    missing = [chunk for chunk in chunks if chunk.span.offset not in known]
-    digests = read(missing) if missing else b""
-    for at, chunk in enumerate(missing):
-        known[chunk.span.offset] = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-    return b"".join(known[chunk.span.offset] for chunk in chunks)
 
 
 def _check_layout(arena: Arena, slot: int, trainer: TrainerHeader) -> None:

@@ -190,20 +190,6 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
     version: Version
 
 
-class Landed(msgspec.Struct, frozen=True, tag=True):
-    """These bytes of a payload are in place before the rest: they may be read, and will not change until a commit.
-
-    A hint: nothing depends on it.
-    """
-
-    arena_id: str
-    slot: int
-    sequence: int
-    """of the trainer header that said WRITING: the same step may be written twice"""
-    ranges: tuple[tuple[int, int], ...]
-    """(begin, end) in the payload, ascending"""
-
-
 class Void(msgspec.Struct, frozen=True, tag=True):
     """A grant that this rank cannot honour: nothing will be written into its slot."""
 
@@ -390,7 +376,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 Message = (
     Hello | Welcome | Refused | Register | Registered | LauncherHello | WantCard | CardIs | Membership
     | WantArena | ArenaGiven | Hold | Held | GiveBack
-    | Adopted | Landed | Committed | Void | Complete | Protected | Voided | WantRestore | RestoreFrom | Loaded
+    | Adopted | Committed | Void | Complete | Protected | Voided | WantRestore | RestoreFrom | Loaded
     | Ending | Goodbye
     | WantStatus | StatusIs | WantVerify | Verified | WantArenas | Release | Done
     | WantPlan | PlanIs | WantProcesses | ProcessesAre | CutLinks

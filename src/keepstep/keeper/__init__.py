@@ -12,7 +12,6 @@
     runtime      the loop: sockets, pidfds, timers; carries the effects out
     control      one connection on the control socket
     work         threads that seal, verify and allocate
-    early        what has landed of a snapshot, checksummed before its commit
     reading      large slots, checksummed by a process that maps them (reader)
     holdings     what a slot holds of replica classes, decoded once for each layout
     report       status, metrics and HTTP on the second socket

@@ -25,7 +25,6 @@ from keepstep.control.messages import (
     Held,
     Hello,
     Hold,
-    Landed,
     LauncherHello,
     Loaded,
     Membership,
@@ -219,13 +218,6 @@ def _release(keeper: Keeper, connection: Connection, release: Release, fds: list
     keeper.end("released")
 
 
-def _landed(keeper: Keeper, connection: Connection, landed: Landed, fds: list[int]) -> None:
-    arena, member = keeper.arenas.get(landed.arena_id), keeper.core.member_of(connection.number)
-    owned = arena is not None and member is not None and member.index == arena.header.local_index
-    if arena is not None and owned and 0 <= landed.slot < arena.num_slots:
-        keeper.work.landed(arena, landed)
-
-
 def _held(keeper: Keeper, connection: Connection, held: Held, fds: list[int]) -> None:
     mine = keeper.held_fds()
     connection.held.update(name for name in held.arena_ids if name in mine)
@@ -281,7 +273,6 @@ _RECEIVE: dict[type, Callable[[Keeper, Connection, Any, list[int]], None]] = {
     WantArena: _arena_wanted,
     GiveBack: _given_back,
     Held: _held,
-    Landed: _landed,
     WantStatus: _status_wanted,
     WantVerify: _verify_wanted,
     WantArenas: _arenas_wanted,

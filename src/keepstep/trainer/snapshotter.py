@@ -20,7 +20,7 @@ import torch
 
 from keepstep.arena.records import Grant
 from keepstep.config import Config, resolve
-from keepstep.control.messages import Committed, Complete, Done, Landed, Loaded, Protected, Void, Voided
+from keepstep.control.messages import Committed, Complete, Done, Loaded, Protected, Void, Voided
 from keepstep.errors import CaptureError, ConfigError
 from keepstep.layout import SnapshotSize
 from keepstep.trainer.capture.capture import Capture
@@ -34,7 +34,6 @@ from keepstep.trainer.connection.environment import (
 )
 from keepstep.trainer.connection.keeper_link import KeeperLink, Listeners
 from keepstep.trainer.connection.world import World
-from keepstep.trainer.landing import Ranges
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.rank_arena import RankArena
 from keepstep.trainer.plan import arena_size
@@ -80,7 +79,7 @@ class Snapshotter:
         self._fence = OptimizerFence(optimizers, [item.thing for item in self._items.of(MODULE)])
         self._capture = Capture(
             self._place, self.config.take, self._fence,
-            landed=self._on_landed, committed=self._on_committed, voided=self._on_void,
+            committed=self._on_committed, voided=self._on_void,
         )  # fmt: skip
         self._sharing = self._find_sharing()
         self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
@@ -209,7 +208,6 @@ class Snapshotter:
         version = Version(self._link.incarnation, step)
         view = self._memory.view
         if view is not None and self._capture.is_full(view.arena.num_slots):
-            self._capture.hurry()
             return self._void(version, grant, "the snapshot before it is still being copied")
         try:
             return self._begin_capture(version, grant, inexact=self._is_inexact(stepped))
@@ -241,7 +239,6 @@ class Snapshotter:
         if grant is None:
             if not self._link.up:
                 return self._no_keeper()
-            self._capture.hurry()
             return "not granted: the last snapshot is still being sealed"
         if step < grant.step:
             return f"not granted: the next snapshot is at step {grant.step}"
@@ -295,9 +292,6 @@ class Snapshotter:
         return PendingSnapshot(step, reason=reason)
 
     # From other threads
-
-    def _on_landed(self, job: CaptureJob, ranges: Ranges) -> None:
-        self._link.mention(Landed(job.view.arena.arena_id, job.slot, job.sequence, ranges))
 
     def _on_committed(self, job: CaptureJob) -> None:
         self._link.say(Committed(job.view.arena.arena_id, job.slot, job.version))

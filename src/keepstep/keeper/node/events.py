@@ -131,9 +131,6 @@ class SlotSealed:
     shares: tuple[ReplicaSetDigest, ...] = ()
     """(class, digest) of what the slot holds of state that other nodes hold too"""
     took_s: float = 0.0
-    early_chunks: int = 0
-    """that were read before the commit, in `early_s`"""
-    early_s: float = 0.0
 
 
 @dataclass(frozen=True)

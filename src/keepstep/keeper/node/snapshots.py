@@ -89,8 +89,6 @@ def sealed(node: NodeState, event: e.SlotSealed) -> bool:
             grant.shares[arena.local_index] = event.shares
         node.count("sealed_bytes", event.size_bytes)
         node.count("seal_seconds", event.took_s)
-        node.count("early_chunks", event.early_chunks)
-        node.count("early_seconds", event.early_s)
     return True
 
 

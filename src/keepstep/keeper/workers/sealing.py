@@ -16,11 +16,9 @@ from keepstep.arena.manifest import RankManifest
 from keepstep.arena.records import COMMITTED, TrainerHeader
 from keepstep.arena.slots import Arena, SealedSlot, plan_header, total_bytes
 from keepstep.config import KeeperConfig
-from keepstep.control.messages import Landed
 from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper.coordinator.messages import ReplicaAuditAnswer, ReplicaSetDigest
-from keepstep.keeper.early import Early, Writing
 from keepstep.keeper.node import events as e
 from keepstep.keeper.transfer.chunk_store import open_book
 from keepstep.keeper.workers.checksum_client import ChecksumClient
@@ -51,17 +49,12 @@ class WorkerPool:
         self._hands = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-hand", initializer=_be_nice)
         """read and checksum for all jobs together"""
         self._reading = ChecksumClient(threads, config.reader_bytes)
-        self._early = Early(self._reading.digests)
         self._ending = threading.Event()
         self._allocating = threading.Lock()
         """one arena at a time: two that each fit may not fit together"""
 
     def seal(self, arena: Arena, effect: e.SealSlot) -> None:
         self._pool.submit(lambda: self._answer(self._seal(arena, effect)))
-
-    def landed(self, arena: Arena, landed: Landed) -> None:
-        """Part of a slot that is still being written."""
-        self._early.landed(arena, landed.slot, landed.sequence, landed.ranges)
 
     def verify(self, arena: Arena, effect: e.VerifySlot) -> None:
         self._pool.submit(lambda: self._answer(self._verify(arena, effect)))
@@ -91,7 +84,6 @@ class WorkerPool:
     def forget(self, arena_id: str) -> None:
         """Nothing may hold the memory of an arena that is given up. Not at once: the loop waits for nobody."""
         self._reading.drop(arena_id)
-        self._early.forget(arena_id)
         self._pool.submit(self._reading.forget, arena_id)
 
     def tend(self) -> None:
@@ -101,11 +93,10 @@ class WorkerPool:
         self._ending.set()
         self._reading.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._early.close()  # a seal waits for it
         self._hands.shutdown(wait=True, cancel_futures=True)
 
     def _seal(self, arena: Arena, effect: e.SealSlot) -> e.SlotSealed:
-        started, early = time.monotonic(), list[Writing]()
+        started = time.monotonic()
         try:
             sealed = arena.sealed(effect.slot)
             if sealed is None or effect.version not in (None, sealed.version):
@@ -120,33 +111,17 @@ class WorkerPool:
                 if os.environ.get(NO_SEAL):
                     return _unsealed(arena, effect, version)
                 wanted = version
-                sealed = self._again(lambda: self._seal_slot(arena, effect.slot, wanted, early))
+                sealed = self._again(lambda: checksum.seal(arena, effect.slot, wanted, self._digests))
         except Exception as error:
             return e.SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, str(error) or repr(error))
         trainer, shares = sealed.trainer, self._shares(arena, effect.slot)
         return e.SlotSealed(
             arena.arena_id, effect.slot, trainer.version, trainer.rank, trainer.world_size,
             trainer.local_world_size, snapshot_bytes(trainer), shares=shares, took_s=time.monotonic() - started,
-            early_chunks=sum(len(writing.found) for writing in early), early_s=sum(writing.read_s for writing in early),
         )  # fmt: skip
 
     def _verify(self, arena: Arena, effect: e.VerifySlot) -> e.SlotVerified:
         return e.SlotVerified(arena.arena_id, effect.slot, effect.version, self._problem(arena, effect.slot))
-
-    def _seal_slot(self, arena: Arena, slot: int, version: Version, early: list[Writing]) -> SealedSlot:
-        with contextlib.ExitStack() as while_reading:
-
-            def known(arena: Arena, slot: int, sequence: int) -> dict[int, bytes]:
-                while_reading.enter_context(self._early.standing_back())
-                early.append(self._early.known(arena, slot, sequence))
-                return dict(early[-1].found)
-
-            def digests(arena: Arena, slot: int, chunks: list[Chunk]) -> bytes:
-                found = self._digests(arena, slot, chunks)
-                while_reading.close()
-                return found
-
-            return checksum.seal(arena, slot, version, digests, known)
 
     def _digests(self, arena: Arena, slot: int, chunks: list[Chunk]) -> bytes:
         found = self._reading.digests(arena, slot, chunks)

@@ -2,7 +2,6 @@
 
     take (caller's thread)    header WRITING → layout, eager copies → gates armed → return
     copy thread               lazy copies: of devices, queued (`leaving`); values; of the host, in place
-    follow thread             the keeper is told what has landed
     commit thread             all has landed → samples compared → header COMMITTED → the keeper is told
 
 The threads only move bytes with calls that release the GIL, and wait. A fault anywhere voids this
@@ -37,7 +36,6 @@ from keepstep.trainer.capture.job import CaptureCost, CaptureJob
 from keepstep.trainer.capture.next_checks import NextChecks
 from keepstep.trainer.connection.world import RankPlace
 from keepstep.trainer.integrity.fingerprints import frame
-from keepstep.trainer.landing import Ranges
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.plan.copy_plan import CopyPlan
 from keepstep.trainer.plan.parity_ops import ParityOp
@@ -60,7 +58,7 @@ def most_in_flight(num_slots: int) -> int:
 
 
 class Capture:
-    """Runs captures one at a time, in order. `landed`, `committed` and `voided` are called from its threads."""
+    """Runs captures one at a time, in order. `committed` and `voided` are called from its threads."""
 
     def __init__(
         self,
@@ -68,32 +66,27 @@ class Capture:
         config: TakeConfig,
         fence: OptimizerFence,
         *,
-        landed: Callable[[CaptureJob, Ranges], None],
         committed: Callable[[CaptureJob], None],
         voided: Callable[[CaptureJob, str], None],
     ) -> None:
         self._place, self._config, self._fence = place, config, fence
-        self._landed, self._committed, self._voided = landed, committed, voided
+        self._committed, self._voided = committed, voided
         # Two may be in flight, and the thread may have begun neither: one that was staged whole has no gate to wait at.
         self._queue: queue.Queue[CaptureJob | None] = queue.Queue(maxsize=2)
         self._copied: queue.Queue[tuple[CaptureJob, str] | None] = queue.Queue(maxsize=2)
-        self._followed: queue.SimpleQueue[CaptureJob | None] = queue.SimpleQueue()
         self.lanes = DeviceLanes(config)
         self._prepared = NextChecks(config, self.lanes)
         self.spent = CaptureCost()
-        self._moving = HostCopier(config, self.spent, landed=landed, violated=self._violated)
+        self._moving = HostCopier(config, self.spent, violated=self._violated)
         self._saying = threading.Lock()
         """held from the moment a capture is not in flight any more until the keeper was told"""
         self._flying: list[CaptureJob] = []
         """oldest first"""
-        self._pressed = False
-        """the one before found another in flight, or no slot: the next may be due as soon, whatever pause there was"""
         most = max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) // 2))
         self._readers = ThreadPoolExecutor(most, thread_name_prefix="keepstep-compare")
         """started when there is something to compare with fingerprints of a device"""
         self._threads = [
             threading.Thread(target=self._copy_all, name="keepstep-copy", daemon=True),
-            threading.Thread(target=self._follow_all, name="keepstep-follow", daemon=True),
             threading.Thread(target=self._commit_all, name="keepstep-commit", daemon=True),
         ]
         for thread in self._threads:
@@ -114,13 +107,6 @@ class Capture:
         if current is None:
             return False
         return len(self._flying) >= most_in_flight(num_slots) or any(gate.open for gate in current.gates.values())
-
-    def hurry(self) -> None:
-        """A snapshot was skipped for want of a slot."""
-        self._pressed = True
-
-    def _is_hurried(self) -> bool:
-        return self._pressed or bool(self._flying)
 
     # On the caller's thread
 
@@ -151,8 +137,7 @@ class Capture:
         view.write_layout(slot, plan)
         gates = {index: CopyGate() for index in parts.owners}
         checks = self._prepared.next_checks(plan, parts)
-        pressed, hurried = bool(self._flying), self._is_hurried()
-        job = CaptureJob(version, view, slot, header, sequence, plan, parts, gates, checks, behind, look, hurried)
+        job = CaptureJob(version, view, slot, header, sequence, plan, parts, gates, checks, behind, look)
         if parts.small is not None:
             parts.small.write(arena.segment.fd, arena.payload_span(slot).offset)
         self._copy_eager(job, parts.eager)
@@ -166,7 +151,6 @@ class Capture:
         except BaseException:
             self._flying.remove(job)
             raise
-        self._pressed = pressed
         self._fence.arm(gates)
 
     def _gather_now(self, job: CaptureJob) -> None:
@@ -290,11 +274,7 @@ class Capture:
                 job.queued.set()
                 for gate in job.gates.values():
                     gate.passed.set()
-            # What `take` has cloned on another device lands beside it: then nothing is known to be whole.
-            if not reason and job.hurried and len(job.departures) == 1:
-                self._followed.put(job)
             self._copied.put((job, reason))
-        self._followed.put(None)
         self._copied.put(None)
 
     def _copy(self, job: CaptureJob) -> None:
@@ -331,17 +311,6 @@ class Capture:
         values, arena = job.behind(), job.view.arena
         arena.segment.write(arena.values_span(job.slot).offset, values)
         job.header = replace(job.header, values_bytes=len(values))
-
-    # On the thread that follows what lands
-
-    def _follow_all(self) -> None:
-        """The commit thread would be late: it may still be busy with the snapshot before."""
-        while (job := self._followed.get()) is not None:
-            try:
-                job.departures[0].follow(partial(self._landed, job))
-            except Exception as error:  # the commit thread finds out, too
-                log.debug("step %d is not followed: %r", job.version.step, error)
-            del job  # with its clones and its place in the arena: the next one may be long in coming
 
     # On the commit thread
 

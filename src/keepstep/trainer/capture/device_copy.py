@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -28,7 +28,6 @@ from keepstep.layout import align
 from keepstep.parity.gpu import batches as parity
 from keepstep.trainer.capture.small_tensors import SmallTensorBatch, in_batches
 from keepstep.trainer.capture.split import StagingPolicy
-from keepstep.trainer.landing import Ranges
 from keepstep.trainer.plan.coded_runs import ParityRun
 
 log = logging.getLogger("keepstep")
@@ -52,10 +51,6 @@ class CopyPiece:
     def size_bytes(self) -> int:
         return self.target.numel()
 
-    def place_in(self, payload: torch.Tensor) -> tuple[int, int]:
-        """Offset and size."""
-        return self.target.data_ptr() - payload.data_ptr(), self.size_bytes
-
     def leave(self, lane: DeviceLane) -> None:
         """Queue the copy to the host on the current stream; parity is computed on the way."""
         faults.point("capture.copy")
@@ -77,8 +72,6 @@ class TransferPlan:
     payload: torch.Tensor
     gathered: Sequence[SmallTensorBatch]
     pieces: Sequence[CopyPiece]
-    landing: dict[int, Ranges] = field(default_factory=dict)
-    """by index of a piece: what is whole in the payload behind it"""
 
     @cached_property
     def room_bytes(self) -> int:
@@ -173,8 +166,6 @@ class DeviceTransfer:
         self._looked = self._cloned = self._started = self._left = self._done = _timer()
         self._hooked: torch.cuda.Event | None = None
         self._small_left = False
-        self._marks: list[tuple[torch.cuda.Event, Ranges]] = []
-        """in the order in which they are passed"""
 
     @property
     def owners(self) -> frozenset[int]:
@@ -212,14 +203,12 @@ class DeviceTransfer:
                 self._read_until_here(ends.get(index, ()), passed)
                 if index + 1 == FIRST_PIECES:
                     self._leave_small()
-                self._mark(index)
             self._leave_small()
             self._left = self.lane.left = stream.record_event(_timer())
             stream.wait_event(self._cloned)
-            for index, (piece, clone) in enumerate(zip(self._late, clones, strict=True), len(self._direct)):
+            for piece, clone in zip(self._late, clones, strict=True):
                 faults.point("capture.copy")
                 piece.target.copy_(clone, non_blocking=True)
-                self._mark(index)
             self._done = self.lane.vacant = stream.record_event(_waited_for())
 
     def _clone(self) -> list[torch.Tensor]:
@@ -259,7 +248,7 @@ class DeviceTransfer:
 
     def _leave_small(self) -> None:
         """What was gathered and what was seen: not at once, because kernels wait their turn beside the computation and
-        the link would, too; but before anything is said to be whole."""
+        the link would, too."""
         if self._small_left:
             return
         self._small_left = True
@@ -283,11 +272,6 @@ class DeviceTransfer:
                 self._reads[owner].append(event)
                 passed(owner)
 
-    def _mark(self, index: int) -> None:
-        if index in self._cargo.landing:
-            self._leave_small()
-            self._marks.append((self.lane.stream.record_event(_waited_for()), self._cargo.landing[index]))
-
     # On the training thread
 
     def overtake(self, owner: int) -> None:
@@ -297,14 +281,6 @@ class DeviceTransfer:
             self._hooked = stream.record_event(_timer())
         for event in self._reads[owner]:
             stream.wait_event(event)
-
-    # On the thread that tells what has landed
-
-    def follow(self, landed: Callable[[Ranges], None]) -> None:
-        """Say what is whole, until all is."""
-        for event, ranges in self._marks:
-            event.synchronize()
-            landed(ranges)
 
     # On the thread that commits
 

@@ -12,7 +12,6 @@ from keepstep.config import TakeConfig
 from keepstep.trainer.capture.device_copy import PIECE_BYTES
 from keepstep.trainer.capture.job import CaptureCost, CaptureJob
 from keepstep.trainer.capture.next_checks import FULL_CHECKS
-from keepstep.trainer.landing import Ranges
 from keepstep.trainer.plan.parity_ops import ParityOp
 from keepstep.trainer.plan.units import CopyOp
 from keepstep.trainer.state.optimizer_fence import CopyGate
@@ -21,18 +20,17 @@ THROTTLED_PIECE_BYTES = 1 << 20
 
 
 class HostCopier:
-    """`landed` is told what is whole, `violated` what has changed while it was copied."""
+    """`violated` is called with what has changed while it was copied."""
 
     def __init__(
         self,
         config: TakeConfig,
         spent: CaptureCost,
         *,
-        landed: Callable[[CaptureJob, Ranges], None],
         violated: Callable[[CaptureJob, CopyOp | ParityOp], None],
     ) -> None:
         self._config, self._spent = config, spent
-        self._landed, self._violated = landed, violated
+        self._violated = violated
 
     def copy(self, job: CaptureJob, passed: Callable[[int], None]) -> None:
         """`passed` is told of an optimizer for each unit of its that is no longer read."""
@@ -41,7 +39,7 @@ class HostCopier:
         targets = job.view.targets(job.slot, job.plan, units)
         held: list[int] = []
         """optimizers that may write once everything was compared"""
-        for at, (unit, target) in enumerate(zip(units, targets, strict=True)):
+        for unit, target in zip(units, targets, strict=True):
             if isinstance(unit, ParityOp):
                 faults.point("capture.copy")
                 unit.compute(target)
@@ -53,8 +51,6 @@ class HostCopier:
                     held.append(index)
                 else:
                     passed(index)
-            if job.hurried and not job.departures and at in job.parts.landing:
-                self._landed(job, job.parts.landing[at])
         if held:
             self._compare_in_full(job, units, targets)
         for index in held:

@@ -35,8 +35,6 @@ class CaptureJob:
     """work that `take` has left to the copy thread; gives the encoded values"""
     look: Callable[[], str]
     """all that `take` has relied on, again: why the snapshot is void, or nothing"""
-    hurried: bool = False
-    """the keeper shall read what lands at once, and not afterwards: slots are wanted again soon"""
     queued: threading.Event = field(default_factory=threading.Event)
     """all that its devices have to do is queued, or nothing more will be"""
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)

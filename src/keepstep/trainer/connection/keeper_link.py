@@ -34,7 +34,6 @@ from keepstep.control.messages import (
     Goodbye,
     Held,
     Hold,
-    Landed,
     Membership,
     Protected,
     Register,
@@ -138,13 +137,6 @@ class KeeperLink:
             except Exception:  # said again when the connection is back
                 log.warning("the keeper could not be told about step %d", word.version.step)
                 client.hang_up()
-
-    def mention(self, hint: Landed) -> None:
-        """What the keeper may know and need not."""
-        client = self._client
-        if client is not None and not client.lost:
-            with contextlib.suppress(Error):  # it is on its way back then
-                client.post(hint)
 
     def status(self) -> Status:
         answer, _ = self.request(WantStatus(), StatusIs, timeout_s=self.config.keeper.request_s)

@@ -63,10 +63,7 @@ class ArenaView:
                     pieces += cut(payload[unit.offset : unit.offset + unit.size_bytes], unit.source, unit.owners)
             for run in coded_runs([unit for unit in mine if isinstance(unit, ParityOp)]):
                 pieces.append(CopyPiece(payload[run.offset : run.offset + run.size_bytes], run, run.owners))
-            # Behind all that leaves other devices or the host nothing is known to be whole.
-            alone = parts.devices == {device} and not parts.lazy_on_host
-            landing = plan.landing([piece.place_in(payload) for piece in pieces]) if alone else {}
-            self._cargo[key] = (parts, TransferPlan(payload, parts.gathered.get(device, ()), pieces, landing))
+            self._cargo[key] = (parts, TransferPlan(payload, parts.gathered.get(device, ()), pieces))
         return self._cargo[key][1]
 
     def _forget_others(self, plan: CopyPlan) -> None:

@@ -10,7 +10,6 @@ is computed on the way (coding.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,7 +18,6 @@ import torch
 from keepstep.layout import Layout, digest
 from keepstep.trainer.capture.scattered import Scattered
 from keepstep.trainer.capture.small_tensors import SmallTensorBatch, gather
-from keepstep.trainer.landing import Ranges, marks
 from keepstep.trainer.plan.parity_ops import ParityOp, coded_units
 from keepstep.trainer.plan.ranges import cut, gaps, runs
 from keepstep.trainer.plan.tensor_blocks import Block, Blocks, SharedBlocks
@@ -45,8 +43,6 @@ class CopySchedule:
     gathered: dict[torch.device, list[SmallTensorBatch]] = field(default_factory=dict)
     gathered_now: list[SmallTensorBatch] = field(default_factory=list)
     """of devices, inside `take`"""
-    landing: dict[int, Ranges] = field(default_factory=dict)
-    """by index in `lazy_on_host`, where all comes from the host: what is whole behind this one"""
 
     @cached_property
     def lazy_on_host(self) -> list[CopyOp | ParityOp]:
@@ -108,13 +104,7 @@ class CopyPlan:
                 (fenced if waits else loose).setdefault(unit.device, []).append(unit)
         parts.gathered = {device: gather(units) for device, units in fenced.items()}
         parts.gathered_now = [one for units in loose.values() for one in gather(units)]
-        if not parts.devices:
-            parts.landing = self.landing([(unit.offset, unit.size_bytes) for unit in parts.lazy_on_host])
         return parts
-
-    def landing(self, copies: Sequence[tuple[int, int]]) -> dict[int, Ranges]:
-        """What is whole in the payload, copy after copy."""
-        return marks(copies, self.payload_bytes, self.layout.shared_offset)
 
 
 def plan_copies(blocks: Blocks, watched: list[WatchedOptimizer], small_bytes: int) -> CopyPlan:

@@ -29,9 +29,7 @@ class Flying:
         nobody: Any = None
         owned = torch.nn.Parameter(torch.zeros(3000))
         self.fence = OptimizerFence([("optimizer", torch.optim.SGD([owned]))])
-        self.capture = Capture(
-            nobody, TakeConfig(), self.fence, landed=lambda *_: None, committed=lambda *_: None, voided=lambda *_: None
-        )
+        self.capture = Capture(nobody, TakeConfig(), self.fence, committed=lambda *_: None, voided=lambda *_: None)
         self.source = owned.detach().view(torch.uint8)
         unit = CopyOp(self.source, 0, self.source.numel(), "weight", frozenset({0}), nobody)
         self.checks = SnapshotChecks(None, [DeviceFingerprints([unit], random.Random(0), whole=True)])
