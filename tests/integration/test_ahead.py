@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def fds(run: LocalRun) -> Iterator[dict[str, int]]:
 
 def test_what_is_not_wanted_is_closed(run: LocalRun, fds: dict[str, int]) -> None:
     before = descriptors()
-    ahead = Ahead(lambda: fds, run.identity, 0)
+    ahead = Ahead(lambda: nullcontext(fds), run.identity, 0)
     assert until(lambda: maps() == 1)
     assert ahead.take("another one") is None
     assert until(lambda: maps() == 0 and descriptors() == before)
@@ -107,10 +108,10 @@ def test_what_is_not_wanted_is_closed(run: LocalRun, fds: dict[str, int]) -> Non
 def test_an_answer_that_comes_first_finds_nothing_and_leaves_nothing(run: LocalRun, fds: dict[str, int]) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def held() -> dict[str, int]:
+    def held() -> nullcontext[dict[str, int]]:
         begun.set()
         go_on.wait(5)
-        return fds
+        return nullcontext(fds)
 
     before = descriptors()
     ahead = Ahead(held, run.identity, 0)
@@ -127,9 +128,9 @@ def test_memory_of_others_is_left_alone(run: LocalRun, fds: dict[str, int]) -> N
     try:
         other = Identity("another-run", run.identity.node_id, run.identity.runtime_dir, outlives_launch=True)
         for ahead in (
-            Ahead(lambda: {"pipe": read, "closed": 987654}, run.identity, 0),
-            Ahead(lambda: fds, run.identity, 1),
-            Ahead(lambda: fds, other, 0),
+            Ahead(lambda: nullcontext({"pipe": read, "closed": 987654}), run.identity, 0),
+            Ahead(lambda: nullcontext(fds), run.identity, 1),
+            Ahead(lambda: nullcontext(fds), other, 0),
         ):
             time.sleep(0.05)
             assert maps() == 0
@@ -140,7 +141,7 @@ def test_memory_of_others_is_left_alone(run: LocalRun, fds: dict[str, int]) -> N
 
 
 def test_what_is_wanted_is_handed_over(run: LocalRun, fds: dict[str, int]) -> None:
-    ahead = Ahead(lambda: fds, run.identity, 0)
+    ahead = Ahead(lambda: nullcontext(fds), run.identity, 0)
     assert until(lambda: maps() == 1)
     (arena_id,) = fds
     view = ahead.take(arena_id)
@@ -168,7 +169,7 @@ def test_where_bytes_go_to_devices_the_rest_of_the_pages_waits(
 
     faults.install(count)
     try:
-        ahead = Ahead(lambda: fds, run.identity, 0)
+        ahead = Ahead(lambda: nullcontext(fds), run.identity, 0)
         assert begun.wait(5)
         view = ahead.take(next(iter(fds)))
         assert view is not None

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nodes import Node, Run, wait_for
+from nodes import DEADLINE_S, Node, Run, wait_for
 
 from keepstep.arena.memfd import NAME, SEALS
+from keepstep.control.held_memory import HeldMemory
 from keepstep.types import Version
 
 Memory = dict[str, bytes]
@@ -37,6 +38,15 @@ def memfd_of(data: bytes) -> int:
     return fd
 
 
+def held_copies(memory: Memory) -> HeldMemory:
+    held = HeldMemory(request_timeout_s=DEADLINE_S)
+    for name, data in memory.items():
+        fd = memfd_of(data)
+        held.hold(name, fd)
+        os.close(fd)
+    return held
+
+
 @dataclass(frozen=True)
 class Image:
     """What lies in the memory of every node of a run at one moment."""
@@ -48,7 +58,10 @@ class Image:
 
     @classmethod
     def of(cls, run: Run, version: Version) -> Image:
-        memory = {n: {name: copy_of(fd) for name, fd in dict(run.nodes[n].fds).items()} for n in run.order}
+        memory = {}
+        for node_id in run.order:
+            with run.nodes[node_id].memory.duplicates() as fds:
+                memory[node_id] = {name: copy_of(fd) for name, fd in fds.items()}
         return cls(run, tuple(run.order), version, memory)
 
     @contextlib.contextmanager
@@ -62,8 +75,7 @@ class Image:
                     if node_id in lost:
                         run.add(node_id + "'")
                     else:
-                        held = {name: memfd_of(data) for name, data in memory[node_id].items()}
-                        run.nodes[node_id] = Node(run, node_id, held)
+                        run.nodes[node_id] = Node(run, node_id, held_copies(memory[node_id]))
                         run.nodes[node_id].hello()
                 yield run
             finally:
@@ -104,7 +116,7 @@ def rest(run: Run) -> Version:
         kept = [node.keeper.core.kept for node in run.nodes.values()]
         same = {(k.complete, k.protected, k.target) for k in kept}
         settled = len(same) == 1 and kept[0].target is None and kept[0].complete == kept[0].protected
-        held = all(set(node.fds) == set(node.keeper.held_fds()) for node in run.nodes.values())
+        held = all(set(node.memory.names()) == set(node.keeper.held_fds()) for node in run.nodes.values())
         return settled and held
 
     wait_for(resting, "the newest version is protected")

@@ -24,15 +24,14 @@ from keepstep.arena.records import TrainerHeader
 from keepstep.arena.slots import Arena
 from keepstep.config import Config, KeeperConfig, ParityConfig, PeersConfig
 from keepstep.control.client import KeeperClient
+from keepstep.control.held_memory import HeldMemory
 from keepstep.control.membership import with_own_card
 from keepstep.control.messages import (
-    Adopted,
     ArenaGiven,
     CardIs,
     Committed,
     Complete,
     Done,
-    GiveBack,
     Goodbye,
     Hold,
     LauncherHello,
@@ -210,20 +209,16 @@ class PlainTrainer:
 class Node:
     """A keeper in a thread, and whoever plays its launcher."""
 
-    def __init__(self, run: Run, node_id: str, held: dict[str, int] | None = None) -> None:
-        """`held`: memfds of this node that its launcher has kept; they are the node's from now on."""
+    def __init__(self, run: Run, node_id: str, memory: HeldMemory | None = None) -> None:
+        """`memory`: what the launcher of this node has kept; this node closes it."""
         self.run, self.node_id = run, node_id
         self.identity = Identity(run.run_id, node_id, run.directory, True)
         self._begin()
-        self.fds: dict[str, int] = dict(held or {})
-        self.refused: dict[str, str] = {}
+        self.memory = memory or HeldMemory(request_timeout_s=DEADLINE_S)
         self.launcher = KeeperClient(self.identity, "launcher", on_push=self._held, on_lost=lambda: None)
         self.trainers: list[PlainTrainer] = []
         self.membership: Membership | None = None
-        if self.fds:
-            given = GiveBack(list(self.fds))
-            answer, _ = self.launcher.request(given, Adopted, timeout_s=DEADLINE_S, fds=list(self.fds.values()))
-            self.refused = answer.refused
+        self.refused = self.memory.give_back(self.launcher)
 
     def _begin(self) -> None:
         self.keeper = Keeper(self.identity, self.run.config(self.node_id))
@@ -235,14 +230,7 @@ class Node:
 
     def _held(self, message: object, fds: list[int]) -> None:
         if isinstance(message, Hold):
-            for name, fd in zip(message.arena_ids, fds, strict=True):
-                if name in self.fds:
-                    os.close(fd)
-                else:
-                    self.fds[name] = fd
-            for name in message.forget:
-                if name in self.fds:
-                    os.close(self.fds.pop(name))
+            self.memory.apply(message, fds)
             return
         for fd in fds:
             os.close(fd)
@@ -265,8 +253,7 @@ class Node:
             trainer.leave()
         self.trainers = []
         self.end_keeper()
-        while self.fds:
-            os.close(self.fds.popitem()[1])
+        self.memory.close()
 
     def end_keeper(self) -> None:
         """The keeper is gone; its trainers, and whoever holds its memory, are not."""
@@ -325,8 +312,7 @@ class Run:
         if same_port:  # one that is killed leaves it behind
             ensure_private(seat.parent)
             seat.write_bytes(told)
-        held, before.fds = before.fds, {}
-        after = self.nodes[node_id] = self.node_type(self, node_id, held)
+        after = self.nodes[node_id] = self.node_type(self, node_id, before.memory)
         if before.membership is not None:
             after.told(with_own_card(before.membership, after.card().card))
         after.hello()

@@ -73,7 +73,8 @@ def flipped(image: Image, *what: str, seed: int, lost: tuple[str, ...], late: bo
     with image.again(lost, memory=memory) as run:
         for node_id, flip in flips:
             if late:
-                flip.now(run.nodes[node_id].fds[flip.name])
+                with run.nodes[node_id].memory.duplicates() as fds:
+                    flip.now(fds[flip.name])
         if late and "arena header" in what:
             time.sleep(2 * TICK_S)  # the keeper writes it again
         run.begin(image.places(lost))

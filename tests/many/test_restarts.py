@@ -69,7 +69,7 @@ def test_a_node_with_the_memory_of_an_older_incarnation_is_no_harm(place: Path) 
         assert [answer.source for answer in answers] == ["memory", "parity", "memory"]
         run.protect()
         run.protect()
-        assert len(run.nodes["b"].fds) <= 3, "what is older than everything that is kept goes"
+        assert len(run.nodes["b"].memory.names()) <= 3, "what is older than everything that is kept goes"
 
 
 def test_a_node_that_comes_back_empty_under_its_old_name(place: Path) -> None:

@@ -82,7 +82,7 @@ def test_two_jobs_on_the_same_nodes_do_not_touch_each_other(place: Path) -> None
         one.protect()
         assert rest(other) == kept
         assert other.protect() > kept
-        assert not set(one.nodes["a"].fds) & set(other.nodes["a"].fds)
+        assert not set(one.nodes["a"].memory.names()) & set(other.nodes["a"].memory.names())
 
 
 @pytest.mark.parametrize("what", ["another secret", "another run's secret", "another run id"])

@@ -27,13 +27,12 @@ import msgspec
 
 from keepstep.config import Config
 from keepstep.control.client import CONNECT_S, KeeperClient
+from keepstep.control.held_memory import HeldMemory
 from keepstep.control.membership import with_own_card
 from keepstep.control.messages import (
-    Adopted,
     CardIs,
     Done,
     Ending,
-    GiveBack,
     Held,
     Hold,
     LauncherHello,
@@ -48,7 +47,6 @@ from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
 from keepstep.types import Status
 
-FDS_PER_MESSAGE = 60  # the protocol carries 64
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 2.0
 SETTLED_S = 1.0  # a keeper that lived this long is not in a crash loop
 CLOSE_S = 5.0  # a keeper that does not answer holds the end of the launcher up no longer than this
@@ -63,9 +61,8 @@ class KeeperSupervisor:
     def __init__(self, identity: Identity, config: Config) -> None:
         self._identity, self._config = identity, config
         self._changed = threading.Condition()
-        self._fds: dict[str, int] = {}
+        self._memory = HeldMemory(request_timeout_s=config.keeper.request_s)
         self._client: KeeperClient | None = None
-        self._told: Membership | None = None
         self.moved: Callable[[CardIs], None] = lambda card: None
         """told when a keeper in mid-round has another address than the one before; on the helper thread"""
         self._wanted = self._closed = False
@@ -87,10 +84,9 @@ class KeeperSupervisor:
 
     def introduce(self, membership: Membership, *, timeout_s: float) -> None:
         """Tell the keeper who its peers are; whichever takes its place is told too, until there is a new round."""
-        told = with_own_card(membership, self.card(timeout_s=timeout_s, patient=True).card)
-        with self._changed:
-            self._told = told
-        self._ask(told, Done, timeout_s=timeout_s, patient=True)
+        membership = with_own_card(membership, self.card(timeout_s=timeout_s, patient=True).card)
+        self._memory.set_membership(membership)
+        self._ask(membership, Done, timeout_s=timeout_s, patient=True)
 
     def _ask(self, message: Any, expect: type[M], *, timeout_s: float, patient: bool) -> M:
         deadline = time.monotonic() + timeout_s
@@ -119,7 +115,7 @@ class KeeperSupervisor:
             with contextlib.suppress(Error):
                 _release_if_idle(client)
             client.close()
-        self._forget_all()
+        self._memory.close()
 
     def _connected_client(self, deadline: float, patient: bool) -> KeeperClient:
         with self._changed:
@@ -177,16 +173,16 @@ class KeeperSupervisor:
             lost.close()
         client = self._reach()
         try:
-            self._give_back(client)
-            self._introduce_again(client)
+            self._memory.give_back(client)
+            if (card := self._memory.reintroduce(client)) is not None:
+                self.moved(card)
             client.request(LauncherHello(os.getpid()), Done, timeout_s=self._config.keeper.request_s)
             with self._changed:
                 if self._closed:
                     raise KeeperError("this launcher has shut down")
                 self._client, self._problem = client, None
-                held = list(self._fds)
                 self._changed.notify_all()
-            client.post(Held(held))
+            client.post(Held(self._memory.names()))
         except BaseException:
             client.close()
             raise
@@ -205,42 +201,16 @@ class KeeperSupervisor:
                     raise
             start_keeper(self._identity, self._config)
 
-    def _introduce_again(self, client: KeeperClient) -> None:
-        with self._changed:
-            told = self._told
-        if told is None:
-            return
-        timeout_s = self._config.keeper.request_s
-        card, _ = client.request(WantCard(), CardIs, timeout_s=timeout_s)
-        if card.card == told.nodes[told.node_rank] and card.members_number >= told.incarnation.number:
-            return  # only the connection was lost
-        told = with_own_card(told, card.card)
-        client.request(told, Done, timeout_s=timeout_s)
-        with self._changed:
-            if self._told is not None and self._told.incarnation == told.incarnation:
-                self._told = told
-        self.moved(card)
-
-    def _give_back(self, client: KeeperClient) -> None:
-        with contextlib.ExitStack() as duplicates:
-            held: list[tuple[str, int]] = []
-            with self._changed:  # duplicates: the keeper may say forget while they are on their way
-                for arena_id, fd in self._fds.items():
-                    held.append((arena_id, os.dup(fd)))
-                    duplicates.callback(os.close, held[-1][1])
-            for start in range(0, len(held), FDS_PER_MESSAGE):
-                ids, fds = zip(*held[start : start + FDS_PER_MESSAGE], strict=True)
-                timeout_s = self._config.keeper.request_s
-                answer, _ = client.request(GiveBack(list(ids)), Adopted, timeout_s=timeout_s, fds=list(fds))
-                for arena_id, reason in answer.refused.items():
-                    # It stays in our hands: the next keeper may take it, and nothing else has these bytes.
-                    log.error("the keeper refused arena %s: %s", arena_id, reason)
-
     # What the keeper says, on the connection's own thread
 
     def _pushed(self, message: Any, fds: list[int]) -> None:
         if isinstance(message, Hold):
-            self._hold(message, fds)
+            self._memory.apply(message, fds)
+            with self._changed:
+                client = self._client
+            if client is not None:  # Else _connect posts Held when the connection is ready.
+                with contextlib.suppress(KeeperError):
+                    client.post(Held(self._memory.names()))
             return
         for fd in fds:
             os.close(fd)
@@ -248,31 +218,11 @@ class KeeperSupervisor:
             log.info("the keeper ends: %s", message.reason)
             with self._changed:
                 self._wanted = False
-            self._forget_all()
-
-    def _hold(self, hold: Hold, fds: list[int]) -> None:
-        with self._changed:
-            for arena_id, fd in zip(hold.arena_ids, fds, strict=True):
-                if arena_id in self._fds or self._closed:
-                    os.close(fd)
-                else:
-                    self._fds[arena_id] = fd
-            for arena_id in hold.forget:
-                if arena_id in self._fds:
-                    os.close(self._fds.pop(arena_id))
-            client = self._client
-        if client is not None:  # else the connection is being made, and says Held at its end
-            with contextlib.suppress(KeeperError):
-                client.post(Held(hold.arena_ids))
+            self._memory.forget_all()
 
     def _lost(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-    def _forget_all(self) -> None:
-        with self._changed:
-            while self._fds:
-                os.close(self._fds.popitem()[1])
 
 
 def _release_if_idle(client: KeeperClient) -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from keepstep.arena.memfd import Mapping
 from keepstep.arena.slots import Arena
@@ -32,7 +33,7 @@ class Ahead:
 
     def __init__(
         self,
-        held: Callable[[], dict[str, int]],
+        held: Callable[[], AbstractContextManager[dict[str, int]]],
         identity: Identity,
         local_index: int,
         *,
@@ -90,10 +91,11 @@ class Ahead:
 
     def _find(self) -> Arena | None:
         while not self._answered.wait(POLL_S):
-            for fd in self._held().values():
-                arena = self._adopt(fd)
-                if arena is not None:
-                    return arena
+            with self._held() as duplicates:
+                for fd in duplicates.values():
+                    arena = self._adopt(fd)
+                    if arena is not None:
+                        return arena
         return None
 
     def _adopt(self, fd: int) -> Arena | None:

@@ -22,15 +22,11 @@ import msgspec
 
 from keepstep.config import Config
 from keepstep.control.client import KeeperClient, NoAnswerError
-from keepstep.control.membership import with_own_card
+from keepstep.control.held_memory import HeldMemory
 from keepstep.control.messages import (
-    Adopted,
-    CardIs,
     Committed,
     Complete,
-    Done,
     Ending,
-    GiveBack,
     Goodbye,
     Held,
     Hold,
@@ -41,7 +37,6 @@ from keepstep.control.messages import (
     StatusIs,
     Void,
     Voided,
-    WantCard,
     WantStatus,
 )  # fmt: skip
 from keepstep.control.spawn import start_keeper
@@ -54,7 +49,6 @@ log = logging.getLogger("keepstep")
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
 # Ranks beyond the first give it, and the launcher, this long to start the keeper: one is enough.
 PATIENCE_S = 1.0
-GIVE_BACK_BATCH = 32
 # Words of grants that may still be open: one for each slot is more than enough.
 MAX_WORDS = 4
 M = TypeVar("M")
@@ -86,7 +80,7 @@ class KeeperLink:
     ) -> None:
         """`membership`: what this trainer, and no launcher, told the keeper of its peers."""
         self.identity, self.config = identity, config
-        self._register, self._listeners, self._membership = register, listeners, membership
+        self._register, self._listeners = register, listeners
         self._client: KeeperClient | None = None
         """registered; who only dials is not here yet"""
         self._refused = False
@@ -100,7 +94,7 @@ class KeeperLink:
         """past restore(): from now on the keeper's death must not disturb"""
         self._words: list[Committed | Void] = []
         """oldest first: what a new keeper must be told again"""
-        self._held: dict[str, int] = {}
+        self.memory = HeldMemory(membership, request_timeout_s=config.keeper.request_s)
         self.progress: Callable[[], int] = lambda: -1
         self.arena_id: Callable[[], str] = lambda: ""
         self.incarnation = self._connect()
@@ -154,16 +148,13 @@ class KeeperLink:
                     # No answer is awaited: the last rank's goodbye ends the keeper.
                     client.post(Goodbye(finished))
             client.close()
-        self._forget(list(self._held))
+        self.memory.close()
 
     def close_in_forked_child(self) -> None:
         """The child must neither keep the memory nor look like a living trainer."""
         if self._client is not None:
             self._client.close_in_forked_child()
-        for fd in self._held.values():
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        self._held = {}
+        self.memory.close_in_forked_child()
         self._closed.set()
 
     # Coming and coming back
@@ -180,7 +171,7 @@ class KeeperLink:
             except Error:
                 if self._refused or time.monotonic() >= deadline:
                     self._closed.set()
-                    self._forget(list(self._held))
+                    self.memory.close()
                     raise
                 time.sleep(FIRST_RETRY_S)
 
@@ -196,8 +187,8 @@ class KeeperLink:
             client = self._dial()
         rejoin = self.ready
         try:
-            refused = self._give_back(client)
-            self._introduce_again(client)
+            refused = self.memory.give_back(client)
+            self.memory.reintroduce(client)
             register = msgspec.structs.replace(
                 self._register, rejoin=rejoin, progress=self.progress(), arena_id=self.arena_id()
             )
@@ -214,8 +205,8 @@ class KeeperLink:
             before.close()
         if client.lost:  # before it was ours: nobody was told
             raise KeeperError("the keeper is gone again", hint="it is started again by itself")
-        if self._held:
-            client.post(Held(list(self._held)))
+        if names := self.memory.names():
+            client.post(Held(names))
         for word in self._words if rejoin else ():
             client.post(word)
         if rejoin and self.arena_id() in refused:
@@ -228,43 +219,6 @@ class KeeperLink:
 
     def _dial(self) -> KeeperClient:
         return KeeperClient(self.identity, "trainer", on_push=self._pushed, on_lost=self._lost)
-
-    def _introduce_again(self, client: KeeperClient) -> None:
-        """A keeper that took the place of a dead one must not think itself alone."""
-        if (told := self._membership) is None:
-            return
-        timeout_s = self.config.keeper.request_s
-        card, _ = client.request(WantCard(), CardIs, timeout_s=timeout_s)
-        if card.card != told.nodes[told.node_rank] or card.members_number < told.incarnation.number:
-            told = with_own_card(told, card.card)
-            client.request(told, Done, timeout_s=timeout_s)
-            self._membership = told
-
-    def _give_back(self, client: KeeperClient) -> set[str]:
-        """Returns what was refused."""
-        refused: set[str] = set()
-        held = list(self._held.items())
-        for start in range(0, len(held), GIVE_BACK_BATCH):
-            batch = held[start : start + GIVE_BACK_BATCH]
-            answer, _ = client.request(
-                GiveBack([arena_id for arena_id, _ in batch]), Adopted,
-                timeout_s=self.config.keeper.request_s, fds=[fd for _, fd in batch],
-            )  # fmt: skip
-            refused.update(answer.refused)
-            for arena_id, reason in answer.refused.items():
-                log.error("the keeper refused arena %s: %s", arena_id, reason)
-        return refused
-
-    def held(self) -> dict[str, int]:
-        """Duplicates of the node's memory by name; they may be closed at any time."""
-        with self._changing:
-            return dict(self._held)
-
-    def hold(self, arena_id: str, fd: int) -> None:
-        """Keep a duplicate of this rank's own memory, whether or not the keeper lives to ask for it."""
-        with self._changing:
-            if arena_id not in self._held and not self._closed.is_set():
-                self._held[arena_id] = os.dup(fd)
 
     def _lost(self) -> None:
         with self._changing:
@@ -299,7 +253,11 @@ class KeeperLink:
 
     def _pushed(self, message: Any, fds: list[int]) -> None:
         if isinstance(message, Hold):
-            self._hold(message, fds)
+            self.memory.apply(message, fds)
+            client = self._client
+            if client is not None and not client.lost:
+                with contextlib.suppress(Error):
+                    client.post(Held(self.memory.names()))
             return
         for fd in fds:
             os.close(fd)
@@ -319,26 +277,6 @@ class KeeperLink:
     def _settle(self, version: Any) -> None:
         with self._changing:
             self._words = [word for word in self._words if word.version != version]
-
-    def _hold(self, message: Hold, fds: list[int]) -> None:
-        self._forget(message.forget)
-        for arena_id, fd in zip(message.arena_ids, fds, strict=True):
-            with self._changing:
-                if not (known := arena_id in self._held or self._closed.is_set()):
-                    self._held[arena_id] = fd
-            if known:
-                os.close(fd)
-        client = self._client
-        if client is not None and not client.lost:
-            with contextlib.suppress(Error):
-                client.post(Held(list(self._held)))
-
-    def _forget(self, arena_ids: list[str]) -> None:
-        for arena_id in arena_ids:
-            with self._changing:
-                fd = self._held.pop(arena_id, None)
-            if fd is not None:
-                os.close(fd)
 
 
 def _after_fork() -> None:

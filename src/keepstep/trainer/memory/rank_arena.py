@@ -88,7 +88,7 @@ class RankArena:
     def _ask(self, need: SnapshotSize) -> tuple[str, int]:
         wanted = WantArena(need, self._config.slots, self._config.memory_limit_bytes)
         given, fds = self._link.request(wanted, ArenaGiven, timeout_s=self._link.config.keeper.restore_s)
-        self._link.hold(given.arena_id, fds[0])
+        self._link.memory.hold(given.arena_id, fds[0])
         self._given = given.arena_id
         return given.arena_id, fds[0]
 

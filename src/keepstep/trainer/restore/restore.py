@@ -83,7 +83,7 @@ class RestoreRun:
     def _ask(self, ring: PinnedUploader) -> tuple[RestoreFrom, list[int], ArenaView | None]:
         """The keeper checks every byte before it answers: meanwhile the memory is prepared that it will name."""
         ahead = Ahead(
-            self.link.held, self.identity, self.place.local_index,
+            self.link.memory.duplicates, self.identity, self.place.local_index,
             ring=ring, threads=self.config.arena.prefault_threads,
         )  # fmt: skip
         arena_id = ""
