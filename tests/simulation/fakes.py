@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from keepstep.arena.records import Grant, Ledger, Progress
-from keepstep.keeper.node import events as e
+from keepstep.control.messages import Committed, Void
+from keepstep.keeper.node.events import ArenaAdded, SlotFound
 from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import ParitySet
 from keepstep.types import Incarnation, Version
@@ -48,18 +49,18 @@ class FakeArena:
     ledger: Ledger | None = None
     writer: FakeTrainer | None = None
 
-    def describe(self) -> e.ArenaAdded:
+    def describe(self) -> ArenaAdded:
         """As its headers would be read back."""
         found = []
         for index, slot in enumerate(self.slots):
             rank, version = slot.whole or (0, None)
             state = "free" if version is None else "sealed" if slot.sealed == version else "committed"
-            found.append(e.SlotFound(index, state, version, rank, slot.world_size, slot.local_size, 1))
+            found.append(SlotFound(index, state, version, rank, slot.world_size, slot.local_size, 1))
         writer = self.writer
         progress = None
         if writer is not None and writer.alive and writer.incarnation is not None:
             progress = Progress(writer.incarnation, writer.progress, writer.pid)
-        return e.ArenaAdded(
+        return ArenaAdded(
             self.arena_id, self.local_index, self.generation, 1, NEED, tuple(found), self.ledger, self.grant, progress
         )
 
@@ -90,8 +91,8 @@ class FakeTrainer:
     free_at: float = 0.0
     """when all it copies will have been copied"""
     arena_id: str = ""
-    words: list[e.SnapshotCommitted | e.GrantVoid] = field(default_factory=list)
-    """that a new keeper must be told again"""
+    outcomes: list[Committed | Void] = field(default_factory=list)
+    """the last ones, sent again to a new keeper"""
     heard_until: float = 0.0
     """messages between a trainer and its keeper come in order"""
     said_until: float = 0.0

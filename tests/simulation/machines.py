@@ -17,17 +17,52 @@ from transfers import Bringing, Exchanging
 from keepstep.control.membership import with_own_card
 from keepstep.control.messages import (
     ArenaGiven,
+    Committed,
     Complete,
     Done,
+    Loaded,
     Membership,
     NodeCard,
     Refused,
     Register,
     Registered,
     RestoreFrom,
+    Void,
+    WantArena,
+    WantRestore,
 )
-from keepstep.keeper.node import events as e
 from keepstep.keeper.node.core import Core
+from keepstep.keeper.node.effects import (
+    CancelFetches,
+    CreateArena,
+    DropArena,
+    End,
+    FetchSnapshot,
+    FreeParity,
+    Kill,
+    Log,
+    SealSlot,
+    Send,
+    SendToPeer,
+    SetPeers,
+    StartExchange,
+    StopExchange,
+    VerifySlot,
+    WriteGrant,
+    WriteLedger,
+)
+from keepstep.keeper.node.events import (
+    Event,
+    FromTrainer,
+    LauncherSeen,
+    MembershipSet,
+    ParityPlaced,
+    ProcessDied,
+    SlotSealed,
+    SlotVerified,
+    Tick,
+    TrainerRegisters,
+)
 from keepstep.types import Version
 
 if TYPE_CHECKING:
@@ -113,10 +148,10 @@ class Machine:
         self.at(self.world.random.uniform(0.1, 0.6), self.start_keeper)
 
     def _tick(self) -> None:
-        self.hear(e.Tick())
+        self.hear(Tick())
         self.in_this_life(TICK_S, self._tick)
 
-    def hear(self, event: e.Event) -> None:
+    def hear(self, event: Event) -> None:
         core = self.core
         if core is None:
             return
@@ -137,7 +172,7 @@ class Machine:
 
     def _give_back(self) -> None:
         """Every holder has duplicates of everything."""
-        found: list[e.Event] = []
+        found: list[Event] = []
         for arena_id, arena in self.arenas.items():
             if arena_id not in self.adopted:
                 self.adopted.add(arena_id)
@@ -145,7 +180,7 @@ class Machine:
         for buffer_id, parity in self.parities.items():
             if buffer_id not in self.adopted:
                 self.adopted.add(buffer_id)
-                found.append(e.ParityPlaced(parity.found))
+                found.append(ParityPlaced(parity.found))
         self.world.random.shuffle(found)
         for event in found:
             self.hear(event)
@@ -158,12 +193,12 @@ class Machine:
         if self.told is not None and told.incarnation.number < self.told.incarnation.number:
             return  # there was another round meanwhile
         self.told = with_own_card(told, self.card)
-        self.hear(e.MembershipSet(self.told))
+        self.hear(MembershipSet(self.told))
 
     def _launcher_comes(self) -> None:
         self._give_back()
         self._introduce()
-        self.hear(e.LauncherSeen(1, alive=False))
+        self.hear(LauncherSeen(1, alive=False))
 
     def _comes_back(self, trainer: FakeTrainer) -> None:
         if not trainer.alive:
@@ -187,9 +222,9 @@ class Machine:
             trainer.rank, setting.world_size, trainer.index, setting.local, trainer.incarnation, "", 0, 1,
             setting.slots, trainer.progress, rejoin=trainer.ready, arena_id=trainer.arena_id,
         )  # fmt: skip
-        self.say(trainer, e.TrainerRegisters(trainer.conn, trainer.pid, True, register, 0))
+        self.say(trainer, TrainerRegisters(trainer.conn, trainer.pid, True, register, 0))
 
-    def say(self, trainer: FakeTrainer, event: e.Event) -> None:
+    def say(self, trainer: FakeTrainer, event: Event) -> None:
         """From a trainer to its keeper, in order."""
         at = max(trainer.said_until, self.world.now + self.world.random.uniform(0, 0.01))
         trainer.said_until = at
@@ -199,10 +234,10 @@ class Machine:
     def kill_trainer(self, trainer: FakeTrainer) -> None:
         if trainer.alive:
             trainer.alive = False
-            self.in_this_life(self.world.random.uniform(0, 0.05), self.hear, e.ProcessDied(trainer.pid))
+            self.in_this_life(self.world.random.uniform(0, 0.05), self.hear, ProcessDied(trainer.pid))
             self.world.launcher.notice(trainer)
 
-    def _send(self, effect: e.Send) -> None:
+    def _send(self, effect: Send) -> None:
         trainer = next((t for t in self.trainers if t.conn == effect.conn), None)
         if isinstance(effect.message, Complete):
             self.world.rules.promised(self, effect.message.version)
@@ -236,21 +271,21 @@ class Machine:
             trainer.stage = "ready"
             self.world.job.ready(trainer)
         elif (version := getattr(message, "version", None)) is not None:
-            trainer.words = [word for word in trainer.words if word.version != version]
+            trainer.outcomes = [outcome for outcome in trainer.outcomes if outcome.version != version]
 
     def _go_on(self, trainer: FakeTrainer) -> None:
         """Ask for what comes next; asked again of a new keeper."""
         if trainer.stage == "registering":
             trainer.stage = "restoring"
         if trainer.stage == "restoring":
-            self.say(trainer, e.RestoreWanted(trainer.conn, 1))
+            self.say(trainer, FromTrainer(trainer.conn, WantRestore(1)))
         elif trainer.stage == "making room":
-            self.say(trainer, e.ArenaWanted(trainer.conn, 2, NEED, self.world.setting.slots, 0))
+            self.say(trainer, FromTrainer(trainer.conn, WantArena(NEED, self.world.setting.slots, 0, 2)))
         elif trainer.stage == "loading":
             step = trainer.loaded.step if trainer.loaded else None
-            self.say(trainer, e.RankLoaded(trainer.conn, 3, step))
-        for word in trainer.words if trainer.ready else ():
-            self.say(trainer, _said_again(word, trainer.conn))
+            self.say(trainer, FromTrainer(trainer.conn, Loaded(step, 3)))
+        for outcome in trainer.outcomes if trainer.ready else ():
+            self.say(trainer, FromTrainer(trainer.conn, outcome))
 
     def take(self, trainer: FakeTrainer) -> None:
         """One step of the rank, and the snapshot that it was granted."""
@@ -269,7 +304,7 @@ class Machine:
         version = Version(trainer.incarnation, trainer.progress)
         full = len(trainer.busy) >= (2 if self.world.setting.slots >= 3 else 1)
         if full or self.world.random.random() < self.world.void_rate:
-            self._say_word(trainer, e.GrantVoid(trainer.conn, arena.arena_id, grant.slot, version, "cannot"))
+            self._report(trainer, Void(arena.arena_id, grant.slot, version, "cannot"))
             return
         slot = arena.slots[grant.slot]
         self.world.rules.written(self, slot)
@@ -285,14 +320,14 @@ class Machine:
             return
         arena_id, slot, version = trainer.busy.pop(0)
         if self.world.random.random() < self.world.void_rate:
-            self._say_word(trainer, e.GrantVoid(trainer.conn, arena_id, slot, version, "the copy failed"))
+            self._report(trainer, Void(arena_id, slot, version, "the copy failed"))
             return
         self.arenas[arena_id].slots[slot].writing = False
-        self._say_word(trainer, e.SnapshotCommitted(trainer.conn, arena_id, slot, version))
+        self._report(trainer, Committed(arena_id, slot, version))
 
-    def _say_word(self, trainer: FakeTrainer, word: e.SnapshotCommitted | e.GrantVoid) -> None:
-        trainer.words = [*trainer.words, word][-4:]
-        self.say(trainer, word)
+    def _report(self, trainer: FakeTrainer, outcome: Committed | Void) -> None:
+        trainer.outcomes = [*trainer.outcomes, outcome][-4:]
+        self.say(trainer, FromTrainer(trainer.conn, outcome))
 
     # Memory
 
@@ -307,19 +342,19 @@ class Machine:
         """The ranks whose snapshots of a version are sealed here, whatever their bytes are by now."""
         return tuple(sorted({s.whole[0] for s in self.slots() if s.whole and s.whole[1] == version == s.sealed}))
 
-    def _write_grant(self, effect: e.WriteGrant) -> None:
+    def _write_grant(self, effect: WriteGrant) -> None:
         self.arenas[effect.arena_id].grant = effect.grant
 
-    def _write_ledger(self, effect: e.WriteLedger) -> None:
+    def _write_ledger(self, effect: WriteLedger) -> None:
         for arena in self.arenas.values():
             if self.dies_after == 0 and self.world.random.random() < 0.3:
                 break
             arena.ledger = effect.ledger
 
-    def _seal(self, effect: e.SealSlot) -> None:
+    def _seal(self, effect: SealSlot) -> None:
         self.in_this_life(self.world.random.uniform(0.005, 0.1), self._sealed, effect)
 
-    def _sealed(self, effect: e.SealSlot) -> None:
+    def _sealed(self, effect: SealSlot) -> None:
         arena = self.arenas.get(effect.arena_id)
         if arena is None:
             return
@@ -331,11 +366,11 @@ class Machine:
         if fits and (again or not late):
             slot.sealed = version
             where = (rank, slot.world_size, slot.local_size, 1)
-            self.hear(e.SlotSealed(arena.arena_id, effect.slot, version, *where))
+            self.hear(SlotSealed(arena.arena_id, effect.slot, version, *where))
         else:
-            self.hear(e.SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, "not whole"))
+            self.hear(SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, "not whole"))
 
-    def _verify(self, effect: e.VerifySlot) -> None:
+    def _verify(self, effect: VerifySlot) -> None:
         self.in_this_life(
             self.world.random.uniform(0.005, 0.1), self.verify, effect.arena_id, effect.slot, effect.version
         )
@@ -346,19 +381,19 @@ class Machine:
             return
         slot = arena.slots[index]
         sound = slot.whole is not None and slot.sound((slot.whole[0], version))
-        self.hear(e.SlotVerified(arena_id, index, version, "" if sound else "does not match its checksum"))
+        self.hear(SlotVerified(arena_id, index, version, "" if sound else "does not match its checksum"))
 
-    def _create(self, effect: e.CreateArena) -> None:
+    def _create(self, effect: CreateArena) -> None:
         self.in_this_life(self.world.random.uniform(0.01, 0.1), self._created, effect)
 
-    def _created(self, effect: e.CreateArena) -> None:
+    def _created(self, effect: CreateArena) -> None:
         wanted = effect.wanted
-        trainer = next((t for t in self.trainers if t.conn == wanted.conn and t.alive), None)
+        trainer = next((t for t in self.trainers if t.conn == effect.conn and t.alive), None)
         if trainer is None:
             return
         arena = self.new_arena(effect.local_index, effect.generation, wanted.slots)
         self.hear(arena.describe())
-        self._send(e.Send(wanted.conn, ArenaGiven(arena.arena_id, 1, True, wanted.ticket)))
+        self._send(Send(effect.conn, ArenaGiven(arena.arena_id, 1, True, wanted.ticket)))
 
     def new_arena(self, local_index: int, generation: int, slots: int) -> FakeArena:
         arena_id = f"{self.node_id}/{local_index}.{generation}.{next(self.world.ids)}"
@@ -367,11 +402,11 @@ class Machine:
         self.adopted.add(arena_id)
         return arena
 
-    def _drop(self, effect: e.DropArena) -> None:
+    def _drop(self, effect: DropArena) -> None:
         del self.arenas[effect.arena_id]
         self.world.rules.memory_changed()
 
-    def _kill(self, effect: e.Kill) -> None:
+    def _kill(self, effect: Kill) -> None:
         pids = [t for t in (*self.trainers, *self.world.launcher.old) if t.pid == effect.pid]
         for trainer in pids:
             self.at(self.world.random.uniform(0.0, 0.2), self._killed, trainer)
@@ -380,61 +415,55 @@ class Machine:
         if trainer.alive:
             self.kill_trainer(trainer)
 
-    def _ends(self, effect: e.End) -> None:
+    def _ends(self, effect: End) -> None:
         raise AssertionError(f"{self.node_id}: the keeper ended: {effect.reason}")
 
     # Peers
 
-    def _tell(self, effect: e.SendToPeer) -> None:
+    def _tell(self, effect: SendToPeer) -> None:
         self.world.network.send(self, effect)
 
-    def _meet(self, effect: e.SetPeers) -> None:
+    def _meet(self, effect: SetPeers) -> None:
         self.met = {card.node_id: card.instance for card in effect.cards}
         self.world.network.recompute(self)
 
-    def _start_exchange(self, effect: e.StartExchange) -> None:
+    def _start_exchange(self, effect: StartExchange) -> None:
         self.world.rules.exchange_starts(self)
         self.exchange = Exchanging(self, effect)
 
-    def _stop_exchange(self, effect: e.StopExchange) -> None:
+    def _stop_exchange(self, effect: StopExchange) -> None:
         if self.exchange is not None and self.exchange.effect.key == effect.key:
             self.exchange.stopped = True
             self.exchange = None
 
-    def _free_parity(self, effect: e.FreeParity) -> None:
+    def _free_parity(self, effect: FreeParity) -> None:
         self.parities.pop(effect.buffer_id, None)
         self.world.rules.memory_changed()
 
-    def _bring_in(self, effect: e.FetchSnapshot) -> None:
+    def _bring_in(self, effect: FetchSnapshot) -> None:
         self.brought.append(Bringing(self, effect))
 
-    def _give_up(self, effect: e.CancelFetches) -> None:
+    def _give_up(self, effect: CancelFetches) -> None:
         for one in self.brought:
             one.stopped = one.stopped or one.effect.plan <= effect.plan
 
 
-def _said_again(word: e.SnapshotCommitted | e.GrantVoid, conn: int) -> e.Event:
-    if isinstance(word, e.SnapshotCommitted):
-        return e.SnapshotCommitted(conn, word.arena_id, word.slot, word.version)
-    return e.GrantVoid(conn, word.arena_id, word.slot, word.version, word.reason)
-
-
 _EFFECTS: dict[type, Callable[[Machine, Any], None]] = {
-    e.Send: Machine._send,
-    e.WriteGrant: Machine._write_grant,
-    e.WriteLedger: Machine._write_ledger,
-    e.SealSlot: Machine._seal,
-    e.VerifySlot: Machine._verify,
-    e.CreateArena: Machine._create,
-    e.DropArena: Machine._drop,
-    e.Kill: Machine._kill,
-    e.End: Machine._ends,
-    e.Log: lambda machine, effect: None,
-    e.SendToPeer: Machine._tell,
-    e.SetPeers: Machine._meet,
-    e.FetchSnapshot: Machine._bring_in,
-    e.CancelFetches: Machine._give_up,
-    e.StartExchange: Machine._start_exchange,
-    e.StopExchange: Machine._stop_exchange,
-    e.FreeParity: Machine._free_parity,
+    Send: Machine._send,
+    WriteGrant: Machine._write_grant,
+    WriteLedger: Machine._write_ledger,
+    SealSlot: Machine._seal,
+    VerifySlot: Machine._verify,
+    CreateArena: Machine._create,
+    DropArena: Machine._drop,
+    Kill: Machine._kill,
+    End: Machine._ends,
+    Log: lambda machine, effect: None,
+    SendToPeer: Machine._tell,
+    SetPeers: Machine._meet,
+    FetchSnapshot: Machine._bring_in,
+    CancelFetches: Machine._give_up,
+    StartExchange: Machine._start_exchange,
+    StopExchange: Machine._stop_exchange,
+    FreeParity: Machine._free_parity,
 }

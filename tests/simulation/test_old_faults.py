@@ -17,9 +17,9 @@ from keepstep.keeper.coordinator import grants, protection
 from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import Orders
 from keepstep.keeper.coordinator.state import CoordinatorState
-from keepstep.keeper.node import events as e
 from keepstep.keeper.node import protection as node_protection
 from keepstep.keeper.node import snapshots
+from keepstep.keeper.node.effects import FreeParity
 from keepstep.keeper.node.state import FREE, SEALED, NodeState, RegisteredTrainer, Slot
 
 SEEDS = 40
@@ -97,7 +97,7 @@ def one_parity_buffer(patch: pytest.MonkeyPatch) -> None:
         real(node)
         if node.exchange is not None and node.exchange is not before:
             for found in list(node.sets.values()):
-                node.do(e.FreeParity(found.buffer_id))
+                node.do(FreeParity(found.buffer_id))
             node.sets.clear()
 
     real = node_protection.take_orders

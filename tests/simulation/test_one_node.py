@@ -22,9 +22,43 @@ from dataclasses import dataclass, field
 import pytest
 
 from keepstep.arena.records import Grant, Ledger
-from keepstep.control.messages import ArenaGiven, Complete, Refused, Register, Registered, RestoreFrom
-from keepstep.keeper.node import events as e
+from keepstep.control.messages import (
+    ArenaGiven,
+    Committed,
+    Complete,
+    Loaded,
+    Refused,
+    Register,
+    Registered,
+    RestoreFrom,
+    Void,
+    WantArena,
+    WantRestore,
+)
 from keepstep.keeper.node.core import Core
+from keepstep.keeper.node.effects import (
+    CreateArena,
+    DropArena,
+    Effect,
+    Kill,
+    Log,
+    SealSlot,
+    Send,
+    VerifySlot,
+    WriteGrant,
+    WriteLedger,
+)
+from keepstep.keeper.node.events import (
+    ArenaAdded,
+    Event,
+    FromTrainer,
+    LauncherSeen,
+    ProcessDied,
+    SlotFound,
+    SlotSealed,
+    SlotVerified,
+    TrainerRegisters,
+)
 from keepstep.keeper.node.state import Limits
 from keepstep.layout import SnapshotSize
 from keepstep.types import Incarnation, Version
@@ -64,8 +98,8 @@ class FakeTrainer:
     """the arena that it is moving into"""
     busy: list[tuple[str, int, Version]] = field(default_factory=list)
     """oldest first: they are finished in order"""
-    words: list[e.Event] = field(default_factory=list)
-    outbox: list[e.Event] = field(default_factory=list)
+    outcomes: list[Committed | Void] = field(default_factory=list)
+    outbox: list[Event] = field(default_factory=list)
 
 
 class World:
@@ -76,10 +110,10 @@ class World:
         self.ranks, self.slots = ranks, slots
         self.launcher = bool(seed % 2)
         self.grows = seed % 3 == 0
-        self.to_give_back: list[e.Event] = [e.LauncherSeen(1)] if self.launcher else []
+        self.to_give_back: list[Event] = [LauncherSeen(1)] if self.launcher else []
         self.arenas: dict[str, FakeArena] = {}
         self.trainers: dict[int, FakeTrainer] = {}
-        self.work: list[e.Effect] = []
+        self.work: list[Effect] = []
         self.ids = iter(range(1, 1_000_000))
         self.now = 0.0
         self.round = 0
@@ -95,65 +129,65 @@ class World:
 
     # Carrying effects out
 
-    def tell(self, event: e.Event) -> None:
+    def tell(self, event: Event) -> None:
         self.now += 0.001
         for trainer in self.trainers.values():
             self.core.progress[trainer.index] = trainer.progress
         for effect in self.core.handle(event, self.now):
             self.carry_out(effect)
 
-    def carry_out(self, effect: e.Effect) -> None:
-        if isinstance(effect, e.WriteGrant):
+    def carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, WriteGrant):
             slot = self.arenas[effect.arena_id].slots[effect.grant.slot]
             whole = slot.sealed == slot.content and not slot.writing and not slot.damaged
             assert not (whole and slot.sealed in self.core.retain), "rule 3"
             self.arenas[effect.arena_id].grant = effect.grant
-        elif isinstance(effect, e.WriteLedger):
+        elif isinstance(effect, WriteLedger):
             for arena in self.arenas.values():
                 arena.ledger = effect.ledger
-        elif isinstance(effect, e.SealSlot | e.VerifySlot):
+        elif isinstance(effect, SealSlot | VerifySlot):
             self.work.append(effect)
-        elif isinstance(effect, e.Kill):
+        elif isinstance(effect, Kill):
             victim = next(t for t in [*self.trainers.values(), *self.old] if t.pid == effect.pid)
             victim.alive = False
-            self.tell(e.ProcessDied(victim.pid))
-        elif isinstance(effect, e.Send):
+            self.tell(ProcessDied(victim.pid))
+        elif isinstance(effect, Send):
             self.deliver(effect)
         else:
-            assert isinstance(effect, e.Log | e.CreateArena | e.DropArena), effect
-            if isinstance(effect, e.CreateArena):
+            assert isinstance(effect, Log | CreateArena | DropArena), effect
+            if isinstance(effect, CreateArena):
                 self.create(effect)
-            elif isinstance(effect, e.DropArena):
+            elif isinstance(effect, DropArena):
                 self.drop(effect)
 
-    def create(self, effect: e.CreateArena) -> None:
+    def create(self, effect: CreateArena) -> None:
         slots, size = [FakeSlot() for _ in range(self.slots)], effect.wanted.need.payload_bytes
         arena = FakeArena(f"arena{next(self.ids)}", effect.local_index, slots, size, effect.generation)
         self.arenas[arena.arena_id] = arena
         self.tell(self.describe(arena))
         self.doomed = self.settled and self.random.random() < 0.1  # it dies before its answer has arrived
         if not self.doomed:
-            self.deliver(e.Send(effect.wanted.conn, ArenaGiven(arena.arena_id, 1, True, effect.wanted.ticket)))
+            self.deliver(Send(effect.conn, ArenaGiven(arena.arena_id, 1, True, effect.wanted.ticket)))
 
-    def drop(self, effect: e.DropArena) -> None:
+    def drop(self, effect: DropArena) -> None:
         for trainer in self.trainers.values():
             writing = {arena_id for arena_id, _, _ in trainer.busy} if trainer.alive else set()
             assert effect.arena_id not in writing, "rule 6"
         del self.arenas[effect.arena_id]
 
-    def describe(self, arena: FakeArena) -> e.ArenaAdded:
+    def describe(self, arena: FakeArena) -> ArenaAdded:
         found = []
         for index, slot in enumerate(arena.slots):
             whole = slot.content is not None and not slot.writing
             state = "sealed" if whole and slot.sealed == slot.content else "committed" if whole else "free"
             version = slot.content if whole else None
-            found.append(e.SlotFound(index, state, version, arena.local_index, self.ranks, self.ranks, 1))
+            found.append(SlotFound(index, state, version, arena.local_index, self.ranks, self.ranks, 1))
         need = SnapshotSize(arena.size, arena.size, arena.size)
-        return e.ArenaAdded(
+        return ArenaAdded(
             arena.arena_id, arena.local_index, arena.generation, 1, need, tuple(found), arena.ledger, arena.grant
         )
 
-    def deliver(self, effect: e.Send) -> None:
+    def deliver(self, effect: Send) -> None:
         trainer = next((t for t in self.trainers.values() if t.conn == effect.conn and t.alive), None)
         message = effect.message
         if isinstance(message, Complete):
@@ -174,7 +208,7 @@ class World:
         elif isinstance(message, Refused):
             raise AssertionError(f"refused: {message.message}")
         elif (version := getattr(message, "version", None)) is not None:
-            trainer.words = [word for word in trainer.words if getattr(word, "version", None) != version]
+            trainer.outcomes = [outcome for outcome in trainer.outcomes if outcome.version != version]
 
     # Lives
 
@@ -187,7 +221,7 @@ class World:
         for trainer in dead:
             if trainer.alive and self.random.random() < 0.7:
                 trainer.alive = False
-                self.tell(e.ProcessDied(trainer.pid))
+                self.tell(ProcessDied(trainer.pid))
         self.round += 1
         self.trainers = {i: FakeTrainer(i, next(self.ids), next(self.ids)) for i in range(self.ranks)}
         self.restored: dict[int, Version | None] = {}
@@ -199,12 +233,12 @@ class World:
                 trainer.index, self.ranks, trainer.index, self.ranks, agreed, f"round{self.round}", 0, 1, self.slots,
                 -1, no_holder=not self.launcher,
             )  # fmt: skip
-            self.tell(e.TrainerRegisters(trainer.conn, trainer.pid, True, register, self.random.getrandbits(63)))
+            self.tell(TrainerRegisters(trainer.conn, trainer.pid, True, register, self.random.getrandbits(63)))
         self.give_back()
         while self.work:
             self.do_work()
         for trainer in self.trainers.values():
-            self.tell(e.RestoreWanted(trainer.conn, 1))
+            self.tell(FromTrainer(trainer.conn, WantRestore(1)))
         while self.work:
             self.do_work()
         versions = set(self.restored.values())
@@ -216,7 +250,7 @@ class World:
         for trainer in self.trainers.values():
             self.want_arena(trainer)
             self.move_in(trainer)
-            self.tell(e.RankLoaded(trainer.conn, 1, version.step if version else None))
+            self.tell(FromTrainer(trainer.conn, Loaded(version.step if version else None, 1)))
             trainer.ready = True
         self.settled = True
         if version is not None and self.damage_done:
@@ -239,20 +273,14 @@ class World:
                 self.slots, trainer.progress, rejoin=True, arena_id=trainer.given or trainer.arena_id,
                 no_holder=not self.launcher,
             )  # fmt: skip
-            self.tell(e.TrainerRegisters(trainer.conn, trainer.pid, True, register, self.random.getrandbits(63)))
-            trainer.outbox += [self.readdress(word, trainer.conn) for word in trainer.words]
-
-    def readdress(self, word: e.Event, conn: int) -> e.Event:
-        if isinstance(word, e.SnapshotCommitted):
-            return e.SnapshotCommitted(conn, word.arena_id, word.slot, word.version)
-        assert isinstance(word, e.GrantVoid)
-        return e.GrantVoid(conn, word.arena_id, word.slot, word.version, word.reason)
+            self.tell(TrainerRegisters(trainer.conn, trainer.pid, True, register, self.random.getrandbits(63)))
+            trainer.outbox += [FromTrainer(trainer.conn, outcome) for outcome in trainer.outcomes]
 
     # What trainers and threads do
 
     def want_arena(self, trainer: FakeTrainer) -> None:
         size = self.sizes[trainer.index]
-        self.tell(e.ArenaWanted(trainer.conn, 1, SnapshotSize(size, size, size), self.slots, 0))
+        self.tell(FromTrainer(trainer.conn, WantArena(SnapshotSize(size, size, size), self.slots, 0, 1)))
 
     def move_in(self, trainer: FakeTrainer) -> None:
         if trainer.arena_id != trainer.given:
@@ -268,10 +296,10 @@ class World:
         trainer.used_serial = grant.serial
         assert trainer.incarnation is not None
         version = Version(trainer.incarnation, trainer.progress)
-        self.say(trainer, e.GrantVoid(trainer.conn, trainer.arena_id, grant.slot, version, "outgrown"))
+        self.report(trainer, Void(trainer.arena_id, grant.slot, version, "outgrown"))
         self.sizes[trainer.index] += 1
         size = self.sizes[trainer.index]
-        trainer.outbox.append(e.ArenaWanted(trainer.conn, 1, SnapshotSize(size, size, size), self.slots, 0))
+        trainer.outbox.append(FromTrainer(trainer.conn, WantArena(SnapshotSize(size, size, size), self.slots, 0, 1)))
         self.moves += 1
 
     def usable(self, trainer: FakeTrainer) -> Grant | None:
@@ -293,7 +321,7 @@ class World:
         version = Version(trainer.incarnation, trainer.progress)
         full = len(trainer.busy) >= (2 if self.slots >= 3 else 1)
         if full or self.random.random() < 0.05:
-            self.say(trainer, e.GrantVoid(trainer.conn, arena.arena_id, grant.slot, version, "cannot"))
+            self.report(trainer, Void(arena.arena_id, grant.slot, version, "cannot"))
             return
         slot = arena.slots[grant.slot]
         assert (arena.arena_id, grant.slot) not in [(a, s) for a, s, _ in trainer.busy], "rule 6"
@@ -305,23 +333,23 @@ class World:
         arena_id, slot_index, version = trainer.busy.pop(0)
         arena = self.arenas[arena_id]
         if self.random.random() < 0.05:
-            self.say(trainer, e.GrantVoid(trainer.conn, arena.arena_id, slot_index, version, "the copy failed"))
+            self.report(trainer, Void(arena.arena_id, slot_index, version, "the copy failed"))
             return
         arena.slots[slot_index].writing = False
-        self.say(trainer, e.SnapshotCommitted(trainer.conn, arena.arena_id, slot_index, version))
+        self.report(trainer, Committed(arena.arena_id, slot_index, version))
 
-    def say(self, trainer: FakeTrainer, word: e.Event) -> None:
-        trainer.words = [*trainer.words, word][-4:]
-        trainer.outbox.append(word)
+    def report(self, trainer: FakeTrainer, outcome: Committed | Void) -> None:
+        trainer.outcomes = [*trainer.outcomes, outcome][-4:]
+        trainer.outbox.append(FromTrainer(trainer.conn, outcome))
 
     def do_work(self) -> None:
         effect = self.work.pop(self.random.randrange(len(self.work)))
-        assert isinstance(effect, e.SealSlot | e.VerifySlot)
+        assert isinstance(effect, SealSlot | VerifySlot)
         arena = self.arenas[effect.arena_id]
         slot = arena.slots[effect.slot]
-        if isinstance(effect, e.VerifySlot):
+        if isinstance(effect, VerifySlot):
             sound = not slot.writing and slot.sealed == slot.content == effect.version and not slot.damaged
-            self.tell(e.SlotVerified(arena.arena_id, effect.slot, effect.version, "" if sound else "damaged"))
+            self.tell(SlotVerified(arena.arena_id, effect.slot, effect.version, "" if sound else "damaged"))
             return
         whole = slot.content is not None and not slot.writing and effect.version in (None, slot.content)
         resealed = slot.sealed == slot.content
@@ -331,7 +359,7 @@ class World:
             slot.sealed = slot.content
         version = slot.content if ok else effect.version
         size = (arena.local_index, self.ranks, self.ranks, 1)
-        self.tell(e.SlotSealed(arena.arena_id, effect.slot, version, *size, "" if ok else "not whole"))
+        self.tell(SlotSealed(arena.arena_id, effect.slot, version, *size, "" if ok else "not whole"))
 
     def damage(self) -> None:
         """Flip a bit in one retained slot; only while an older one may be gone is that allowed to cost anything."""
@@ -379,7 +407,7 @@ class World:
         self.to_give_back = [self.describe(arena) for arena in self.arenas.values()]
         self.random.shuffle(self.to_give_back)
         if self.launcher:
-            self.to_give_back.append(e.LauncherSeen(1))
+            self.to_give_back.append(LauncherSeen(1))
 
     def give_back(self, count: int = 1_000_000) -> None:
         """So much of what the new keeper lacks; the launcher's word comes last."""

@@ -15,8 +15,9 @@ from rules import Rules
 from world_of_many import Network, Setting, World
 
 from keepstep.keeper.coordinator.messages import Report
-from keepstep.keeper.node import events as e
 from keepstep.keeper.node.core import Core
+from keepstep.keeper.node.effects import Effect, SendToPeer
+from keepstep.keeper.node.events import Event, PeerMessage
 from keepstep.parity.placement import NodePlace, cut_groups
 from keepstep.types import Version
 
@@ -67,7 +68,7 @@ class Timed(World):
         self.step_s, self.drop_rate, self.twice_rate, self.slow_rate, self.void_rate = 0.5, 0.0, 0.0, 0.0, 0.0
         real = Core.handle
 
-        def handle(core: Core, event: e.Event, now: float) -> list[e.Effect]:
+        def handle(core: Core, event: Event, now: float) -> list[Effect]:
             if core.card.node_id not in ("n0", "n9"):
                 return real(core, event, now)
             began = time.perf_counter()
@@ -77,8 +78,8 @@ class Timed(World):
                 self.node_s.append(took)
                 return effects
             self.heard += 1
-            self.told += sum(isinstance(effect, e.SendToPeer) for effect in effects)
-            if isinstance(event, e.PeerMessage) and isinstance(event.word, Report):
+            self.told += sum(isinstance(effect, SendToPeer) for effect in effects)
+            if isinstance(event, PeerMessage) and isinstance(event.message, Report):
                 self.report_s.append(took)
             return effects
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from fakes import FakeArena, FakeParity, FakeSlot
 
 from keepstep.keeper.coordinator.messages import Failure
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.effects import FetchSnapshot, StartExchange
+from keepstep.keeper.node.events import ExchangeAdvanced, ParityPlaced, SlotSealed, SnapshotFetched
 from keepstep.parity.placement import Placement
 from keepstep.recovery.inventory import ParitySet
 from keepstep.recovery.plan import RankSource
@@ -27,7 +28,7 @@ READS_PER_MEMBER = 2
 class Exchanging:
     """One exchange of one node: every member's data is read twice, at different times, before parity is placed."""
 
-    def __init__(self, machine: Machine, effect: e.StartExchange) -> None:
+    def __init__(self, machine: Machine, effect: StartExchange) -> None:
         self.machine, self.effect, self.world = machine, effect, machine.world
         self.stopped, self.tries, self.moved, self.said_at = False, 0, 0, -1.0
         self.ranks: dict[str, tuple[int, ...]] = {}
@@ -61,7 +62,7 @@ class Exchanging:
             return
         if self.world.now - self.said_at >= SAY_S:
             self.said_at = self.world.now
-            machine.hear(e.ExchangeAdvanced(effect.key, self.moved))
+            machine.hear(ExchangeAdvanced(effect.key, self.moved))
         self._next(self.pace_s)
 
     def _failed(self, source: Machine, bad: list[int]) -> None:
@@ -75,7 +76,7 @@ class Exchanging:
                     if slot.whole == (rank, self.effect.key.version) and slot.sealed == self.effect.key.version:
                         source.in_this_life(0.02, source.verify, arena.arena_id, index, slot.sealed)
         problem = f"{source.node_id} does not have what its manifest says"
-        self.machine.hear(e.ExchangeAdvanced(self.effect.key, self.moved, problem))
+        self.machine.hear(ExchangeAdvanced(self.effect.key, self.moved, problem))
 
     def _placed(self) -> None:
         machine, effect = self.machine, self.effect
@@ -86,13 +87,13 @@ class Exchanging:
         )  # fmt: skip
         machine.parities[found.buffer_id] = FakeParity(found)
         machine.adopted.add(found.buffer_id)
-        machine.hear(e.ParityPlaced(found, self.moved))
+        machine.hear(ParityPlaced(found, self.moved))
 
 
 class Bringing:
     """A rank's snapshot on its way here: it arrives if its sources really have it."""
 
-    def __init__(self, machine: Machine, effect: e.FetchSnapshot) -> None:
+    def __init__(self, machine: Machine, effect: FetchSnapshot) -> None:
         self.machine, self.effect, self.world = machine, effect, machine.world
         self.stopped, self.tries = False, 0
         self.place: tuple[FakeArena, int] | None = None
@@ -104,7 +105,7 @@ class Bringing:
     def _try(self) -> None:
         machine, effect, piece = self.machine, self.effect, self.effect.piece
         if self.stopped:
-            machine.hear(e.SnapshotFetched(effect.plan, piece.rank, "", 0, None))
+            machine.hear(SnapshotFetched(effect.plan, piece.rank, "", 0, None))
             return
         failed = self._failed_source(piece)
         if failed is not None:
@@ -112,7 +113,7 @@ class Bringing:
             if self.tries < TRIES:
                 self._next(RETRY_S)
                 return
-            machine.hear(e.SnapshotFetched(effect.plan, piece.rank, "", 0, None, (failed,)))
+            machine.hear(SnapshotFetched(effect.plan, piece.rank, "", 0, None, (failed,)))
             return
         if self.place is None:  # its first bytes are here: from now on the slot is being written
             self._begin()
@@ -148,8 +149,8 @@ class Bringing:
             machine.adopted.add(arena.arena_id)
             machine.hear(arena.describe())
         where = (piece.rank, self.world.setting.world_size, effect.local_world_size, 1)
-        sealed = e.SlotSealed(arena.arena_id, index, piece.version, *where)
-        machine.hear(e.SnapshotFetched(effect.plan, piece.rank, arena.arena_id, index, sealed))
+        sealed = SlotSealed(arena.arena_id, index, piece.version, *where)
+        machine.hear(SnapshotFetched(effect.plan, piece.rank, arena.arena_id, index, sealed))
 
     def _failed_source(self, piece: RankSource) -> Failure | None:
         """The first source that does not give what the plan counts on, as `keeper.bringing` would say it."""

@@ -19,7 +19,8 @@ from machines import Machine
 from rules import Rules
 
 from keepstep.control.messages import Membership, NodeCard
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.effects import Effect, SendToPeer
+from keepstep.keeper.node.events import Event, PeerLink, PeerMessage
 from keepstep.keeper.node.state import Limits
 from keepstep.types import Incarnation
 
@@ -52,7 +53,7 @@ class World:
         )  # fmt: skip
         self.now = 0.0
         self.handled = 0
-        self.trace: list[tuple[float, str, e.Event, list[e.Effect]]] | None = None
+        self.trace: list[tuple[float, str, Event, list[Effect]]] | None = None
         """set it to [] to see what every keeper heard and did"""
         self.ids = itertools.count(1)
         self.drop_rate, self.twice_rate, self.slow_rate, self.void_rate = 0.02, 0.03, 0.08, 0.02
@@ -129,7 +130,7 @@ class Network:
     def _notify(self, link: Link, side: Machine, peer: str, up: bool) -> None:
         at = max(self.world.now + self.world.random.uniform(0.01, 0.2), link.heard_until.get(side.node_id, 0.0))
         link.heard_until[side.node_id] = at
-        side.in_this_life(at - self.world.now, side.hear, e.PeerLink(peer, up, "" if up else "cut"))
+        side.in_this_life(at - self.world.now, side.hear, PeerLink(peer, up, "" if up else "cut"))
 
     def freeze(self, machine: Machine, for_s: float) -> None:
         machine.freeze(for_s)
@@ -141,7 +142,7 @@ class Network:
         machine = self.world.machines[other]
         return link is not None and link.up and not machine.frozen and machine.core is not None
 
-    def send(self, sender: Machine, effect: e.SendToPeer) -> None:
+    def send(self, sender: Machine, effect: SendToPeer) -> None:
         link = self.links.get(_pair(sender.node_id, effect.node_id))
         draw = self.world.random
         if link is None or not link.up or draw.random() < self.world.drop_rate:
@@ -150,10 +151,10 @@ class Network:
         for _ in range(2 if draw.random() < self.world.twice_rate else 1):
             slow = draw.random() < self.world.slow_rate
             delay_s = draw.uniform(0.02, 0.7) if slow else draw.uniform(0.001, 0.02)
-            word = e.PeerMessage(sender.node_id, effect.word)
+            word = PeerMessage(sender.node_id, effect.message)
             target.in_this_life(delay_s, self._deliver, link, link.epoch, target, word)
 
-    def _deliver(self, link: Link, epoch: int, target: Machine, word: e.PeerMessage) -> None:
+    def _deliver(self, link: Link, epoch: int, target: Machine, word: PeerMessage) -> None:
         if link.epoch == epoch:
             target.hear(word)
 

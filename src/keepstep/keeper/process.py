@@ -42,8 +42,28 @@ from keepstep.identity import Identity
 from keepstep.keeper import requests
 from keepstep.keeper import status as report
 from keepstep.keeper.connection import Connection
-from keepstep.keeper.node import events as e
 from keepstep.keeper.node.core import Core
+from keepstep.keeper.node.effects import (
+    CancelFetches,
+    CreateArena,
+    DropArena,
+    End,
+    FetchSnapshot,
+    FreeParity,
+    Kill,
+    Log,
+    ReadReplicaDigests,
+    SealSlot,
+    Send,
+    SendToPeer,
+    SetPeers,
+    StartExchange,
+    StopExchange,
+    VerifySlot,
+    WriteGrant,
+    WriteLedger,
+)
+from keepstep.keeper.node.events import ArenaAdded, Conn, Event, ProcessDied, SnapshotFetched, Tick
 from keepstep.keeper.node.state import Limits
 from keepstep.keeper.singleton import BACKLOG, KeeperDirectory
 from keepstep.keeper.transfer.fetch_replicas import FetchedReplicas
@@ -125,7 +145,7 @@ class Keeper:
             log.exception("a fault of the keeper's own")
 
     def _tick(self) -> None:
-        self.handle(e.Tick())
+        self.handle(Tick())
         self.work.tend()
         self._repair_pages()
         silent = time.monotonic() - HELLO_S
@@ -293,11 +313,11 @@ class Keeper:
         fd = self.pidfds.pop(pid)
         self._selector.unregister(fd)
         os.close(fd)
-        self.handle(e.ProcessDied(pid))
+        self.handle(ProcessDied(pid))
 
     # Effects
 
-    def handle(self, event: e.Event) -> None:
+    def handle(self, event: Event) -> None:
         self._read_progress()
         effects = self.core.handle(event, time.monotonic())
         if self.core.kept.ready and self.network is not None:
@@ -321,7 +341,7 @@ class Keeper:
                 known = max(known, found.step)
             self.core.progress[member.index] = known
 
-    def _do_send(self, effect: e.Send) -> None:
+    def _do_send(self, effect: Send) -> None:
         message, arena_ids = effect.message, [effect.arena_id] if effect.arena_id else []
         if isinstance(message, RestoreFrom) and message.version is not None:
             self._hand_over(effect.conn, message)
@@ -329,7 +349,7 @@ class Keeper:
         fds = [self.arenas[arena_id].segment.fd for arena_id in arena_ids]
         self.send(self.connections.get(effect.conn), message, fds)
 
-    def _hand_over(self, conn: e.Conn, answer: RestoreFrom) -> None:
+    def _hand_over(self, conn: Conn, answer: RestoreFrom) -> None:
         """Give a rank its snapshot, with the chunks of replicated state wherever they lie; fetched, if need be."""
         try:
             found = self._find_streams(answer)
@@ -357,26 +377,26 @@ class Keeper:
                 return find_streams(self.arenas, answer, gathered)
         return find_streams(self.arenas, answer, gathered)
 
-    def _do_grant(self, effect: e.WriteGrant) -> None:
+    def _do_grant(self, effect: WriteGrant) -> None:
         self.arenas[effect.arena_id].write_grant(effect.grant)
 
-    def _do_ledger(self, effect: e.WriteLedger) -> None:
+    def _do_ledger(self, effect: WriteLedger) -> None:
         self._ledger = effect.ledger
         for arena in self.arenas.values():
             arena.write_ledger(effect.ledger)
 
-    def _do_seal(self, effect: e.SealSlot) -> None:
+    def _do_seal(self, effect: SealSlot) -> None:
         self.work.seal(self.arenas[effect.arena_id], effect)
 
-    def _do_verify(self, effect: e.VerifySlot) -> None:
+    def _do_verify(self, effect: VerifySlot) -> None:
         self.work.verify(self.arenas[effect.arena_id], effect)
 
-    def _do_create(self, effect: e.CreateArena) -> None:
+    def _do_create(self, effect: CreateArena) -> None:
         self.work.create(effect, lambda result: self.later(self._created, effect, result))
 
-    def _created(self, effect: e.CreateArena, result: Arena | Error) -> None:
+    def _created(self, effect: CreateArena, result: Arena | Error) -> None:
         wanted = effect.wanted
-        connection = self.connections.get(wanted.conn)
+        connection = self.connections.get(effect.conn)
         if isinstance(result, Error):
             log.error("arena refused", extra={"reason": str(result)})
             self.send(connection, Refused(type(result).__name__, result.message, result.hint, wanted.ticket))
@@ -395,7 +415,7 @@ class Keeper:
         self.send(connection, ArenaGiven(result.arena_id, size, True, wanted.ticket), [result.segment.fd])
         self.offer_holds()
 
-    def _do_drop(self, effect: e.DropArena) -> None:
+    def _do_drop(self, effect: DropArena) -> None:
         log.info("arena dropped", extra={"arena": effect.arena_id, "reason": effect.reason})
         if self.network is not None:
             self.network.shelf.take_away(effect.arena_id)
@@ -403,15 +423,15 @@ class Keeper:
         self.arenas.pop(effect.arena_id).close()
         self.offer_holds()
 
-    def _do_kill(self, effect: e.Kill) -> None:
+    def _do_kill(self, effect: Kill) -> None:
         log.warning("killing trainer", extra={"pid": effect.pid, "reason": effect.reason})
         with contextlib.suppress(KeyError, ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfds[effect.pid], signal.SIGKILL)
 
-    def _do_end(self, effect: e.End) -> None:
+    def _do_end(self, effect: End) -> None:
         self.end(effect.reason)
 
-    def _do_log(self, effect: e.Log) -> None:
+    def _do_log(self, effect: Log) -> None:
         log.log(getattr(logging, effect.level.upper()), effect.text, extra=effect.fields)
 
     # Other nodes
@@ -429,7 +449,7 @@ class Keeper:
                 self.network.shelf.put(arena)
         return self.network
 
-    def add_arena(self, arena: Arena, described: e.ArenaAdded) -> None:
+    def add_arena(self, arena: Arena, described: ArenaAdded) -> None:
         self.arenas[arena.arena_id] = arena
         if self.network is not None:
             self.network.shelf.put(arena)
@@ -438,12 +458,12 @@ class Keeper:
     def _check_slot(self, arena_id: str, slot: int, version: Version) -> None:
         arena = self.arenas.get(arena_id)
         if arena is not None:
-            self.work.verify(arena, e.VerifySlot(arena_id, slot, version))
+            self.work.verify(arena, VerifySlot(arena_id, slot, version))
 
-    def _do_bring_in(self, effect: e.FetchSnapshot) -> None:
+    def _do_bring_in(self, effect: FetchSnapshot) -> None:
         self.open_network().bring_in(effect, self.arenas.get(effect.arena_id), self.work.make_for, self._brought_in)
 
-    def _brought_in(self, event: e.SnapshotFetched, made: Arena | None) -> None:
+    def _brought_in(self, event: SnapshotFetched, made: Arena | None) -> None:
         if made is not None:
             wanted = self.core.decision is not None and self.core.decision.number == event.plan
             if not wanted:
@@ -509,24 +529,24 @@ class Keeper:
 
 
 _EFFECTS: dict[type, Callable[[Keeper, Any], None]] = {
-    e.Send: Keeper._do_send,
-    e.WriteGrant: Keeper._do_grant,
-    e.WriteLedger: Keeper._do_ledger,
-    e.SealSlot: Keeper._do_seal,
-    e.VerifySlot: Keeper._do_verify,
-    e.CreateArena: Keeper._do_create,
-    e.DropArena: Keeper._do_drop,
-    e.Kill: Keeper._do_kill,
-    e.End: Keeper._do_end,
-    e.Log: Keeper._do_log,
-    e.SendToPeer: lambda keeper, effect: keeper.open_network().tell(effect),
-    e.SetPeers: lambda keeper, effect: keeper.open_network().meet(effect),
-    e.FetchSnapshot: Keeper._do_bring_in,
-    e.CancelFetches: lambda keeper, effect: keeper.open_network().give_up_bringing(effect),
-    e.StartExchange: lambda keeper, effect: keeper.open_network().start_exchange(effect),
-    e.StopExchange: lambda keeper, effect: keeper.open_network().stop_exchange(effect),
-    e.ReadReplicaDigests: lambda keeper, effect: keeper.work.read_shares(list(keeper.arenas.values()), effect),
-    e.FreeParity: lambda keeper, effect: keeper.open_network().free_parity(effect),
+    Send: Keeper._do_send,
+    WriteGrant: Keeper._do_grant,
+    WriteLedger: Keeper._do_ledger,
+    SealSlot: Keeper._do_seal,
+    VerifySlot: Keeper._do_verify,
+    CreateArena: Keeper._do_create,
+    DropArena: Keeper._do_drop,
+    Kill: Keeper._do_kill,
+    End: Keeper._do_end,
+    Log: Keeper._do_log,
+    SendToPeer: lambda keeper, effect: keeper.open_network().tell(effect),
+    SetPeers: lambda keeper, effect: keeper.open_network().meet(effect),
+    FetchSnapshot: Keeper._do_bring_in,
+    CancelFetches: lambda keeper, effect: keeper.open_network().give_up_bringing(effect),
+    StartExchange: lambda keeper, effect: keeper.open_network().start_exchange(effect),
+    StopExchange: lambda keeper, effect: keeper.open_network().stop_exchange(effect),
+    ReadReplicaDigests: lambda keeper, effect: keeper.work.read_shares(list(keeper.arenas.values()), effect),
+    FreeParity: lambda keeper, effect: keeper.open_network().free_parity(effect),
 }
 
 

@@ -49,7 +49,17 @@ from keepstep.control.messages import (
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import start_time
 from keepstep.keeper.connection import Connection
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.events import (
+    ArenaAdded,
+    ArenaRefused,
+    FromTrainer,
+    LauncherSeen,
+    MembershipSet,
+    ParityPlaced,
+    SlotVerified,
+    TrainerMessage,
+    TrainerRegisters,
+)
 from keepstep.keeper.node.state import SEALED
 from keepstep.keeper.node.what_if import forecast
 from keepstep.keeper.transfer.network import adopt_parity
@@ -104,12 +114,12 @@ def _registers(keeper: Keeper, connection: Connection, register: Register, fds: 
         register = (
             register if keeper.follow(register.launcher_pid) else msgspec.structs.replace(register, launcher_pid=0)
         )
-    keeper.handle(e.TrainerRegisters(connection.number, connection.pid, alive, register, secrets.randbits(63)))
+    keeper.handle(TrainerRegisters(connection.number, connection.pid, alive, register, secrets.randbits(63)))
 
 
 def _launcher(keeper: Keeper, connection: Connection, hello: LauncherHello, fds: list[int]) -> None:
     pid = connection.pid or hello.pid
-    keeper.handle(e.LauncherSeen(pid, alive=pid > 0 and keeper.follow(pid)))
+    keeper.handle(LauncherSeen(pid, alive=pid > 0 and keeper.follow(pid)))
     keeper.send(connection, Done(ticket=hello.ticket))
 
 
@@ -117,7 +127,7 @@ def _arena_wanted(keeper: Keeper, connection: Connection, wanted: WantArena, fds
     need = wanted.need
     if min(need.layout_bytes, need.values_bytes, need.payload_bytes) < 0 or not 2 <= wanted.slots <= 4:
         raise FrameError("an arena of that shape makes no sense")
-    keeper.handle(e.ArenaWanted(connection.number, wanted.ticket, need, wanted.slots, wanted.memory_limit_bytes))
+    _from_trainer(keeper, connection, wanted, fds)
 
 
 def _given_back(keeper: Keeper, connection: Connection, given: GiveBack, fds: list[int]) -> None:
@@ -139,7 +149,7 @@ def _given_back(keeper: Keeper, connection: Connection, given: GiveBack, fds: li
         except Error as error:
             refused[arena_id] = str(error)
             log.error("arena refused", extra={"arena": arena_id, "reason": str(error)})
-            keeper.handle(e.ArenaRefused(arena_id[:64], str(error)))
+            keeper.handle(ArenaRefused(arena_id[:64], str(error)))
             continue
         if arena.arena_id in keeper.arenas:
             arena.close()
@@ -153,7 +163,7 @@ def _given_back(keeper: Keeper, connection: Connection, given: GiveBack, fds: li
     keeper.offer_holds()
 
 
-def _adopt(keeper: Keeper, fd: int) -> tuple[Arena, e.ArenaAdded]:
+def _adopt(keeper: Keeper, fd: int) -> tuple[Arena, ArenaAdded]:
     own = os.dup(fd)
     try:
         arena = Arena.adopt(own, run_id=keeper.identity.run_id, node_id=keeper.identity.node_id)
@@ -166,11 +176,11 @@ def _adopt(keeper: Keeper, fd: int) -> tuple[Arena, e.ArenaAdded]:
 def _adopt_parity(keeper: Keeper, fd: int) -> None:
     held, found = adopt_parity(fd, keeper.identity)
     keeper.open_network().put_parity(held)
-    keeper.handle(e.ParityPlaced(found))
+    keeper.handle(ParityPlaced(found))
     log.info("parity adopted", extra={"buffer": held.buffer_id, "version": str(found.key.version)})
 
 
-def _with_living_writer(keeper: Keeper, event: e.ArenaAdded) -> e.ArenaAdded:
+def _with_living_writer(keeper: Keeper, event: ArenaAdded) -> ArenaAdded:
     """Watch whoever may still write into what is adopted; a pid that has another owner by now is nobody."""
     writer = event.writer
     lives = writer is not None and writer.pid > 0 and keeper.follow(writer.pid)
@@ -197,7 +207,7 @@ def _verify_wanted(keeper: Keeper, connection: Connection, wanted: WantVerify, f
         for (arena, result, version), problem in zip(jobs, problems, strict=True):
             results.append(msgspec.structs.replace(result, problem=problem))
             if problem:
-                keeper.handle(e.SlotVerified(arena.arena_id, result.slot, version, problem))
+                keeper.handle(SlotVerified(arena.arena_id, result.slot, version, problem))
         keeper.send(connection, Verified(results, wanted.ticket))
 
     keeper.work.check([(arena, result.slot) for arena, result, _ in jobs], lambda found: keeper.later(answer, found))
@@ -223,8 +233,8 @@ def _held(keeper: Keeper, connection: Connection, held: Held, fds: list[int]) ->
     connection.held.update(name for name in held.arena_ids if name in mine)
 
 
-def _to_core(make: Callable[[Connection, Any], e.Event]) -> Callable[[Keeper, Connection, Any, list[int]], None]:
-    return lambda keeper, connection, message, fds: keeper.handle(make(connection, message))
+def _from_trainer(keeper: Keeper, connection: Connection, message: TrainerMessage, fds: list[int]) -> None:
+    keeper.handle(FromTrainer(connection.number, message))
 
 
 def _card_wanted(keeper: Keeper, connection: Connection, wanted: WantCard, fds: list[int]) -> None:
@@ -239,7 +249,7 @@ def _members_set(keeper: Keeper, connection: Connection, membership: Membership,
         keeper.send(connection, Refused("KeeperError", text, "", membership.ticket))
         return
     keeper.open_network()
-    keeper.handle(e.MembershipSet(membership))
+    keeper.handle(MembershipSet(membership))
     keeper.send(connection, Done(ticket=membership.ticket))
 
 
@@ -282,9 +292,9 @@ _RECEIVE: dict[type, Callable[[Keeper, Connection, Any, list[int]], None]] = {
     WantPlan: _plan_wanted,
     WantProcesses: _processes_wanted,
     CutLinks: _links_cut,
-    Committed: _to_core(lambda c, m: e.SnapshotCommitted(c.number, m.arena_id, m.slot, m.version)),
-    Void: _to_core(lambda c, m: e.GrantVoid(c.number, m.arena_id, m.slot, m.version, m.reason)),
-    WantRestore: _to_core(lambda c, m: e.RestoreWanted(c.number, m.ticket)),
-    Loaded: _to_core(lambda c, m: e.RankLoaded(c.number, m.ticket, m.step)),
-    Goodbye: _to_core(lambda c, m: e.TrainerLeaves(c.number, m.finished)),
+    Committed: _from_trainer,
+    Void: _from_trainer,
+    WantRestore: _from_trainer,
+    Loaded: _from_trainer,
+    Goodbye: _from_trainer,
 }

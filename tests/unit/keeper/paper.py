@@ -9,9 +9,38 @@ import dataclasses
 from typing import Any
 
 from keepstep.arena.records import Grant, Ledger
-from keepstep.control.messages import ArenaGiven, Register, Registered, RestoreFrom
-from keepstep.keeper.node import events as e
+from keepstep.control.messages import (
+    ArenaGiven,
+    Committed,
+    Loaded,
+    Register,
+    Registered,
+    RestoreFrom,
+    Void,
+    WantArena,
+    WantRestore,
+)
 from keepstep.keeper.node.core import Core
+from keepstep.keeper.node.effects import (
+    CreateArena,
+    DropArena,
+    Effect,
+    SealSlot,
+    Send,
+    VerifySlot,
+    WriteGrant,
+    WriteLedger,
+)
+from keepstep.keeper.node.events import (
+    ArenaAdded,
+    Event,
+    FromTrainer,
+    ProcessDied,
+    SlotFound,
+    SlotSealed,
+    SlotVerified,
+    TrainerRegisters,
+)
 from keepstep.keeper.node.grants import NodeGrant
 from keepstep.keeper.node.state import Limits
 from keepstep.layout import SnapshotSize
@@ -39,13 +68,13 @@ class Node:
         self.arenas: dict[str, Paper] = {}
         self.sent: list[tuple[int, Any]] = []
         self.progress = dict.fromkeys(range(ranks), -1)
-        self.seals: list[e.SealSlot] = []
+        self.seals: list[SealSlot] = []
         self.stop_after: int | None = None
         """the keeper dies after so many more effects"""
         self.incarnation: Incarnation | None = None
         self.core = Core(Limits())
 
-    def do(self, event: e.Event) -> None:
+    def do(self, event: Event) -> None:
         self.core.progress.update(self.progress)
         for effect in self.core.handle(event, 0.0):
             if self.stop_after is not None:
@@ -54,37 +83,37 @@ class Node:
                 self.stop_after -= 1
             self._carry_out(effect)
 
-    def _carry_out(self, effect: e.Effect) -> None:
-        if isinstance(effect, e.Send):
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
             self.sent.append((effect.conn, effect.message))
             if isinstance(effect.message, Registered):
                 self.incarnation = effect.message.incarnation
-        elif isinstance(effect, e.WriteGrant):
+        elif isinstance(effect, WriteGrant):
             self.arenas[effect.arena_id].grant = effect.grant
-        elif isinstance(effect, e.WriteLedger):
+        elif isinstance(effect, WriteLedger):
             for arena in self.arenas.values():
                 if self.stop_after is None or arena.index == 0 or self.stop_after:
                     arena.ledger = effect.ledger
-        elif isinstance(effect, e.SealSlot):
+        elif isinstance(effect, SealSlot):
             self.seals.append(effect)
-        elif isinstance(effect, e.VerifySlot):
-            self.do(e.SlotVerified(effect.arena_id, effect.slot, effect.version))
-        elif isinstance(effect, e.CreateArena):
+        elif isinstance(effect, VerifySlot):
+            self.do(SlotVerified(effect.arena_id, effect.slot, effect.version))
+        elif isinstance(effect, CreateArena):
             wanted = effect.wanted
             made = Paper(f"{effect.local_index}.{effect.generation}", effect.local_index, wanted.need,
                          effect.generation, [("free", None)] * wanted.slots)  # fmt: skip
             self.arenas[made.arena_id] = made
             self.do(self.described(made))
-            self.sent.append((wanted.conn, ArenaGiven(made.arena_id, 1, True, wanted.ticket)))
-        elif isinstance(effect, e.DropArena):
+            self.sent.append((effect.conn, ArenaGiven(made.arena_id, 1, True, wanted.ticket)))
+        elif isinstance(effect, DropArena):
             del self.arenas[effect.arena_id]
 
-    def described(self, arena: Paper) -> e.ArenaAdded:
+    def described(self, arena: Paper) -> ArenaAdded:
         found = tuple(
-            e.SlotFound(i, state, version, arena.index, self.ranks, self.ranks, 1)
+            SlotFound(i, state, version, arena.index, self.ranks, self.ranks, 1)
             for i, (state, version) in enumerate(arena.slots)
         )
-        return e.ArenaAdded(
+        return ArenaAdded(
             arena.arena_id, arena.index, arena.generation, 1, arena.capacity, found, arena.ledger, arena.grant
         )
 
@@ -107,16 +136,16 @@ class Node:
             index, self.ranks, index, self.ranks, incarnation, label, 0, 1, self.slots,
             self.progress[index], rejoin, 1, arena_id, no_holder=agreed is None,
         )  # fmt: skip
-        self.do(e.TrainerRegisters(index, pid or 100 + index, True, register, 77))
+        self.do(TrainerRegisters(index, pid or 100 + index, True, register, 77))
 
     def start(self) -> None:
         """A first start, up to the first grant."""
         for index in range(self.ranks):
             self.register(index, known=False)
         for index in range(self.ranks):
-            self.do(e.RestoreWanted(index, 2))
-            self.do(e.ArenaWanted(index, 3, NEED, self.slots, 0))
-            self.do(e.RankLoaded(index, 4, None))
+            self.do(FromTrainer(index, WantRestore(2)))
+            self.do(FromTrainer(index, WantArena(NEED, self.slots, 0, 3)))
+            self.do(FromTrainer(index, Loaded(None, 4)))
         assert all(self.own(index).grant for index in range(self.ranks))
 
     def own(self, index: int) -> Paper:
@@ -150,7 +179,7 @@ class Node:
             self.say_committed(index, step, slot)
 
     def say_committed(self, index: int, step: int, slot: int) -> None:
-        self.do(e.SnapshotCommitted(index, self.own(index).arena_id, slot, self.version(step)))
+        self.do(FromTrainer(index, Committed(self.own(index).arena_id, slot, self.version(step))))
 
     def void(self, index: int, step: int, reason: str, *, slot: int | None = None) -> None:
         if slot is None:
@@ -158,7 +187,7 @@ class Node:
             assert grant is not None
             slot = grant.slot
         self.progress[index] = max(step, self.progress[index])
-        self.do(e.GrantVoid(index, self.own(index).arena_id, slot, self.version(step), reason))
+        self.do(FromTrainer(index, Void(self.own(index).arena_id, slot, self.version(step), reason)))
 
     def seal(self) -> None:
         """All that was asked for."""
@@ -172,7 +201,7 @@ class Node:
                 arena.slots[effect.slot] = ("sealed", held)
             where = (arena.index, self.ranks, self.ranks, 1)
             problem = "" if fits else "half written"
-            self.do(e.SlotSealed(arena.arena_id, effect.slot, held if fits else effect.version, *where, problem))
+            self.do(SlotSealed(arena.arena_id, effect.slot, held if fits else effect.version, *where, problem))
 
     def snapshot(self, step: int) -> None:
         """A whole version on all ranks."""
@@ -200,7 +229,7 @@ class Node:
 
     def end_life(self, *, first_pid: int = 100) -> None:
         for index in range(self.ranks):
-            self.do(e.ProcessDied(first_pid + index))
+            self.do(ProcessDied(first_pid + index))
 
     def restored(self) -> list[Version | None]:
         """What all ranks are told, which are asked for nothing else."""

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 from keepstep.arena.records import Ledger
-from keepstep.control.messages import ArenaGiven
+from keepstep.control.messages import ArenaGiven, WantArena
 from keepstep.errors import KeeperError
 from keepstep.keeper.coordinator.messages import GrantOutcome, Orders
-from keepstep.keeper.node import events as e
 from keepstep.keeper.node import snapshots, trainers
+from keepstep.keeper.node.effects import CreateArena, SealSlot, Send
+from keepstep.keeper.node.events import ArenaAdded, ArenaRefused, Conn
 from keepstep.keeper.node.state import COMMITTED, MAX_DAMAGED, ArenaState, GrantPage, NodeState, RegisteredTrainer, Slot
 from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import SetKey
 from keepstep.types import Incarnation
 
 
-def arena_wanted(node: NodeState, event: e.ArenaWanted) -> None:
-    member = node.member_of(event.conn)
+def arena_wanted(node: NodeState, conn: Conn, wanted: WantArena) -> None:
+    member = node.member_of(conn)
     if member is None:
-        node.refuse(event.conn, event.ticket, KeeperError("register first"))
+        node.refuse(conn, wanted.ticket, KeeperError("register first"))
         return
     arena = node.arena_of(member.index)
-    if arena is not None and len(arena.slots) == event.slots and _fits(event.need, arena.capacity):
+    if arena is not None and len(arena.slots) == wanted.slots and _fits(wanted.need, arena.capacity):
         _move_to(node, member, arena.arena_id)
-        given = ArenaGiven(arena.arena_id, arena.size_bytes, False, event.ticket)
-        node.do(e.Send(event.conn, given, arena.arena_id))
+        given = ArenaGiven(arena.arena_id, arena.size_bytes, False, wanted.ticket)
+        node.do(Send(conn, given, arena.arena_id))
         snapshots.advance(node)
         return
     generation = 1 + max((a.generation for a in node.arenas.values() if a.local_index == member.index), default=0)
-    node.do(e.CreateArena(event, member.index, generation))
+    node.do(CreateArena(conn, wanted, member.index, generation))
 
 
-def arena_added(node: NodeState, event: e.ArenaAdded) -> None:
+def arena_added(node: NodeState, event: ArenaAdded) -> None:
     slots = [
         Slot(s.index, s.state, s.version, s.rank, s.world_size, s.local_world_size, s.size_bytes, node.now - s.age_s)
         for s in event.slots
@@ -53,11 +54,11 @@ def arena_added(node: NodeState, event: e.ArenaAdded) -> None:
             node.last_grant[event.local_index] = GrantPage(event.arena_id, event.grant)
     for slot in slots:
         if slot.state == COMMITTED and slot.version is not None:
-            node.do(e.SealSlot(event.arena_id, slot.index, slot.version, node.remembered))
+            node.do(SealSlot(event.arena_id, slot.index, slot.version, node.remembered))
     snapshots.advance(node)
 
 
-def arena_refused(node: NodeState, event: e.ArenaRefused) -> None:
+def arena_refused(node: NodeState, event: ArenaRefused) -> None:
     text = f"arena {event.arena_id} was refused: {event.problem}"
     if text not in node.damaged and len(node.damaged) < MAX_DAMAGED:
         node.damaged.append(text)
@@ -71,7 +72,7 @@ def _move_to(node: NodeState, member: RegisteredTrainer, arena_id: str) -> None:
     member.arena_id = arena_id
 
 
-def _adopt_ledger(node: NodeState, event: e.ArenaAdded) -> None:
+def _adopt_ledger(node: NodeState, event: ArenaAdded) -> None:
     """Take over what the keeper before knew. Numbers only grow: any record may be the newest that is left."""
     ledger = event.ledger
     newer = ledger is not None and ledger.serial > node.ledger_serial

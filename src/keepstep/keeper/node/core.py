@@ -22,15 +22,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from keepstep.control.messages import Committed, Goodbye, Loaded, Void, WantArena, WantRestore
 from keepstep.keeper.node import arenas, orders, protection, restore, snapshots, trainers
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.effects import Effect, End
+from keepstep.keeper.node.events import (
+    ArenaAdded,
+    ArenaRefused,
+    Conn,
+    Event,
+    ExchangeAdvanced,
+    FromTrainer,
+    LauncherSeen,
+    MembershipSet,
+    ParityPlaced,
+    PeerLink,
+    PeerMessage,
+    ProcessDied,
+    ReplicaDigestsRead,
+    SlotSealed,
+    SlotVerified,
+    SnapshotFetched,
+    Tick,
+    TrainerRegisters,
+)
 from keepstep.keeper.node.state import GrantPage, NodeState
 
 
 class Core(NodeState):
     """One node of one run. `handle` is the only way in."""
 
-    def handle(self, event: e.Event, now: float) -> list[e.Effect]:
+    def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; returns what is to be done, in order."""
         self.now = max(now, self.now)
         self.effects, self.touched = [], True
@@ -58,7 +79,7 @@ class Core(NodeState):
         elif self.lease_since is None:
             self.lease_since = self.now
         elif self.now - self.lease_since >= self.limits.lease_s:
-            self.do(e.End("the lease ran out: no launcher and no trainer is left"))
+            self.do(End("the lease ran out: no launcher and no trainer is left"))
 
     def lease_left_s(self) -> float | None:
         if self.lease_since is None:
@@ -66,37 +87,44 @@ class Core(NodeState):
         return max(0.0, self.limits.lease_s - (self.now - self.lease_since))
 
 
-def _sealed(node: NodeState, event: e.SlotSealed) -> None:
+def _sealed(node: NodeState, event: SlotSealed) -> None:
     if snapshots.sealed(node, event):
         snapshots.advance(node)
 
 
-def _tick(node: NodeState, event: e.Tick) -> None:
+def _tick(node: NodeState, event: Tick) -> None:
     trainers.try_open(node)
     trainers.watch_orphans(node)
     orders.watch_peers(node)
 
 
+def _from_trainer(node: NodeState, event: FromTrainer) -> None:
+    _FROM_TRAINER[type(event.message)](node, event.conn, event.message)
+
+
+_FROM_TRAINER: dict[type, Callable[[NodeState, Conn, Any], None]] = {
+    WantRestore: restore.restore_wanted,
+    WantArena: arenas.arena_wanted,
+    Loaded: restore.loaded,
+    Committed: snapshots.committed,
+    Void: snapshots.void,
+    Goodbye: trainers.said_goodbye,
+}
 _DISPATCH: dict[type, Callable[[NodeState, Any], None]] = {
-    e.TrainerRegisters: trainers.register,
-    e.LauncherSeen: trainers.launcher_seen,
-    e.ProcessDied: trainers.died,
-    e.TrainerLeaves: trainers.leaves,
-    e.ArenaWanted: arenas.arena_wanted,
-    e.ArenaAdded: arenas.arena_added,
-    e.ArenaRefused: arenas.arena_refused,
-    e.SnapshotCommitted: snapshots.committed,
-    e.GrantVoid: snapshots.void,
-    e.SlotSealed: _sealed,
-    e.SlotVerified: restore.verified,
-    e.RestoreWanted: restore.restore_wanted,
-    e.RankLoaded: restore.loaded,
-    e.Tick: _tick,
-    e.MembershipSet: orders.members_set,
-    e.PeerMessage: orders.peer_said,
-    e.PeerLink: orders.peer_link,
-    e.SnapshotFetched: restore.brought_in,
-    e.ParityPlaced: protection.placed,
-    e.ExchangeAdvanced: protection.moved,
-    e.ReplicaDigestsRead: orders.shares_read,
+    TrainerRegisters: trainers.register,
+    FromTrainer: _from_trainer,
+    LauncherSeen: trainers.launcher_seen,
+    ProcessDied: trainers.died,
+    ArenaAdded: arenas.arena_added,
+    ArenaRefused: arenas.arena_refused,
+    SlotSealed: _sealed,
+    SlotVerified: restore.verified,
+    Tick: _tick,
+    MembershipSet: orders.members_set,
+    PeerMessage: orders.peer_said,
+    PeerLink: orders.peer_link,
+    SnapshotFetched: restore.brought_in,
+    ParityPlaced: protection.placed,
+    ExchangeAdvanced: protection.moved,
+    ReplicaDigestsRead: orders.shares_read,
 }

@@ -13,8 +13,9 @@ from keepstep.control.messages import Done, NodeCard
 from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import GrantOrder, Orders, Report
 from keepstep.keeper.coordinator.state import GATHERING, Terms
-from keepstep.keeper.node import events as e
 from keepstep.keeper.node import protection, restore, snapshots
+from keepstep.keeper.node.effects import End, Kill, ReadReplicaDigests, Send, SendToPeer, SetPeers
+from keepstep.keeper.node.events import MembershipSet, PeerLink, PeerMessage, ReplicaDigestsRead
 from keepstep.keeper.node.state import COMMITTED, CORRUPT, RESTORING, SERVING, NodeState
 from keepstep.types import Version
 
@@ -42,7 +43,7 @@ def follow(node: NodeState) -> None:
             take_orders(node, node.orders)  # they may have come before this node served
         _report(node)
     if node.state == SERVING:
-        restore.answer(node)
+        restore.answer_requests(node)
 
 
 def appoint(node: NodeState) -> None:
@@ -68,7 +69,7 @@ def appoint(node: NodeState) -> None:
     node.job.moved_to(node.card)
 
 
-def members_set(node: NodeState, event: e.MembershipSet) -> None:
+def members_set(node: NodeState, event: MembershipSet) -> None:
     """The nodes of the next incarnation are known: find them."""
     membership = event.membership
     if node.membership is not None and membership.incarnation.number < node.membership.incarnation.number:
@@ -83,7 +84,7 @@ def members_set(node: NodeState, event: e.MembershipSet) -> None:
 def _meet(node: NodeState) -> None:
     assert node.membership is not None
     others = tuple(card for card in node.cards.values() if card.node_id != node.card.node_id)
-    node.do(e.SetPeers(others, node.membership.secret))
+    node.do(SetPeers(others, node.membership.secret))
 
 
 def _moved(node: NodeState, card: NodeCard) -> bool:
@@ -95,20 +96,20 @@ def _moved(node: NodeState, card: NodeCard) -> bool:
     return True
 
 
-def peer_link(node: NodeState, event: e.PeerLink) -> None:
+def peer_link(node: NodeState, event: PeerLink) -> None:
     node.links[event.node_id] = event.up
     if event.up:
         if node.membership is None or event.node_id == node.membership.nodes[0].node_id:
             node.said_key = None  # say everything again: the coordinator may be new
         if node.job is not None and node.job.state != GATHERING and node.job.knows(event.node_id):
-            node.do(e.SendToPeer(event.node_id, node.job.orders_for(event.node_id)))
+            node.do(SendToPeer(event.node_id, node.job.orders_for(event.node_id)))
     else:
         node.down_at[event.node_id] = node.now
         node.log("info", "a peer is away", peer=event.node_id, reason=event.reason)
 
 
-def peer_said(node: NodeState, event: e.PeerMessage) -> None:
-    word = event.word
+def peer_said(node: NodeState, event: PeerMessage) -> None:
+    word = event.message
     if isinstance(word, Orders):
         if _from_coordinator(node, event.node_id, word):
             for card in word.cards:
@@ -129,9 +130,9 @@ def _step_aside(node: NodeState, coordinator: str, orders: Orders) -> None:
     number = orders.incarnation.number
     for member in node.members.values():
         if member.alive and member.finished is None:
-            node.do(e.Kill(member.pid, f"incarnation {number} goes on without this node"))
+            node.do(Kill(member.pid, f"incarnation {number} goes on without this node"))
     if not any(s.state == COMMITTED for a in node.arenas.values() for s in a.slots):
-        node.do(e.SendToPeer(coordinator, msgspec.structs.replace(report_of(node), inventory=node.inventory())))
+        node.do(SendToPeer(coordinator, msgspec.structs.replace(report_of(node), inventory=node.inventory())))
 
 
 def watch_peers(node: NodeState) -> None:
@@ -216,10 +217,10 @@ def _report(node: NodeState) -> None:
            report.inventory, report.restored, report.failures, report.audit, report.incarnation)  # fmt: skip
     if key != node.said_key or node.now - node.said_at >= HEARTBEAT_S:
         node.said_key, node.said_at = key, node.now
-        node.do(e.SendToPeer(to, report))
+        node.do(SendToPeer(to, report))
 
 
-def shares_read(node: NodeState, event: e.ReplicaDigestsRead) -> None:
+def shares_read(node: NodeState, event: ReplicaDigestsRead) -> None:
     node.audit = (event.audit, event.answer)
 
 
@@ -234,7 +235,7 @@ def _spread(node: NodeState) -> None:
     node.ordered, node.said_at = order, node.now
     for node_id in (*node.job.views, *node.job.sources):
         if node_id != node.card.node_id and node.links.get(node_id):
-            node.do(e.SendToPeer(node_id, node.job.orders_for(node_id)))
+            node.do(SendToPeer(node_id, node.job.orders_for(node_id)))
 
 
 def take_orders(node: NodeState, orders: Orders) -> bool:
@@ -260,7 +261,7 @@ def take_orders(node: NodeState, orders: Orders) -> bool:
     _answer_loaded(node)
     snapshots.tell(node, over, before)
     if node.kept.finished:
-        node.do(e.End("training finished"))
+        node.do(End("training finished"))
     return changed or handed or bool(over)
 
 
@@ -275,12 +276,12 @@ def _keep(node: NodeState, before: Orders) -> None:
     if kept.audit != before.audit:
         node.audit = None  # the answer to the question before is large, and in every report
         if kept.audit is not None:
-            node.do(e.ReadReplicaDigests(kept.audit))
+            node.do(ReadReplicaDigests(kept.audit))
     node.write_ledger()
 
 
 def _answer_loaded(node: NodeState) -> None:
     if node.kept.ready:
-        for request in node.loaded_requests:
-            node.do(e.Send(request.conn, Done(ticket=request.ticket)))
+        for conn, request in node.loaded_requests:
+            node.do(Send(conn, Done(ticket=request.ticket)))
         node.loaded_requests = []

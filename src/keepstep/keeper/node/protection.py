@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from keepstep.keeper.coordinator.messages import ExchangeProgress
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.effects import FreeParity, StartExchange, StopExchange
+from keepstep.keeper.node.events import ExchangeAdvanced, ParityPlaced
 from keepstep.keeper.node.state import NodeState
 from keepstep.recovery.inventory import SetKey
 
@@ -13,7 +14,7 @@ def take_orders(node: NodeState) -> None:
     key = _target(node)
     running = node.exchange.key if node.exchange is not None else None
     if running is not None and running != key:
-        node.do(e.StopExchange(running))
+        node.do(StopExchange(running))
         node.exchange = None
     free_parity(node)
     group = node.kept.group
@@ -21,7 +22,7 @@ def take_orders(node: NodeState) -> None:
         return
     node.exchange, node.exchange_began = ExchangeProgress(key, 0), node.now
     node.count("exchanges")
-    node.do(e.StartExchange(key, group.members, group.losses))
+    node.do(StartExchange(key, group.members, group.losses))
 
 
 def _target(node: NodeState) -> SetKey | None:
@@ -38,11 +39,11 @@ def free_parity(node: NodeState) -> None:
         needed = key in (kept.protected_by, _target(node)) or (base is not None and key.version == base)
         if not needed:
             del node.sets[key]
-            node.do(e.FreeParity(found.buffer_id))
+            node.do(FreeParity(found.buffer_id))
 
 
-def placed(node: NodeState, event: e.ParityPlaced) -> None:
-    found = event.found
+def placed(node: NodeState, event: ParityPlaced) -> None:
+    found = event.parity_set
     running = node.exchange is not None and node.exchange.key == found.key
     node.sets[found.key] = found
     if running:
@@ -52,7 +53,7 @@ def placed(node: NodeState, event: e.ParityPlaced) -> None:
         node.count("protected_versions")
 
 
-def moved(node: NodeState, event: e.ExchangeAdvanced) -> None:
+def moved(node: NodeState, event: ExchangeAdvanced) -> None:
     if node.exchange is None or node.exchange.key != event.key:
         return
     node.exchange = ExchangeProgress(event.key, event.moved_bytes, event.problem)

@@ -7,11 +7,12 @@ ready (BEGIN), so every rank restores the same version or none does.
 
 from __future__ import annotations
 
-from keepstep.control.messages import RestoreFrom
+from keepstep.control.messages import Loaded, RestoreFrom, WantRestore
 from keepstep.errors import Error, IntegrityError, KeeperError, RecoveryError
 from keepstep.keeper.coordinator.messages import Failure, RestoreOrder
-from keepstep.keeper.node import events as e
 from keepstep.keeper.node import snapshots
+from keepstep.keeper.node.effects import CancelFetches, FetchSnapshot, Send, VerifySlot
+from keepstep.keeper.node.events import Conn, SlotVerified, SnapshotFetched
 from keepstep.keeper.node.state import (
     COMMITTED,
     CORRUPT,
@@ -29,7 +30,7 @@ from keepstep.recovery.plan import OWN, REBUILD, RankSource
 def forget(node: NodeState) -> None:
     """A new incarnation: nothing is decided."""
     if node.bringing and node.decision is not None:
-        node.do(e.CancelFetches(node.decision.number))
+        node.do(CancelFetches(node.decision.number))
     node.decision, node.restored = None, 0
     node.verifying.clear()
     node.bringing.clear()
@@ -37,12 +38,12 @@ def forget(node: NodeState) -> None:
     node.failures.clear()
 
 
-def restore_wanted(node: NodeState, event: e.RestoreWanted) -> None:
-    if node.member_of(event.conn) is None:
-        node.refuse(event.conn, event.ticket, KeeperError("register first"))
+def restore_wanted(node: NodeState, conn: Conn, wanted: WantRestore) -> None:
+    if node.member_of(conn) is None:
+        node.refuse(conn, wanted.ticket, KeeperError("register first"))
         return
-    node.restore_requests.append(event)
-    answer(node)
+    node.restore_requests.append((conn, wanted))
+    answer_requests(node)
 
 
 def inventory_ready(node: NodeState) -> bool:
@@ -69,7 +70,7 @@ def take_plan(node: NodeState, order: RestoreOrder) -> None:
         node.decision = order
         _begin(node)
     elif order.failure:
-        answer(node)
+        answer_requests(node)
 
 
 def _bring(node: NodeState, piece: RankSource) -> None:
@@ -84,7 +85,7 @@ def _bring(node: NodeState, piece: RankSource) -> None:
         node.places[piece.rank] = SnapshotPlace(piece.arena_id, piece.slot, piece.size_bytes)
         if key not in node.verifying:
             node.verifying.add(key)
-            node.do(e.VerifySlot(piece.arena_id, piece.slot, piece.version))
+            node.do(VerifySlot(piece.arena_id, piece.slot, piece.version))
         return
     member = next((m for m in node.members.values() if m.register.rank == piece.rank), None)
     if member is None:
@@ -100,7 +101,7 @@ def _bring(node: NodeState, piece: RankSource) -> None:
     generation = 1 + max((a.generation for a in node.arenas.values() if a.local_index == member.index), default=0)
     node.bringing.add(piece.rank)
     node.do(
-        e.FetchSnapshot(
+        FetchSnapshot(
             node.decision.number, piece, member.index, register.local_world_size, register.slots, generation,
             known.arena_id if known is not None and empty is not None else "", empty.index if empty is not None else 0,
             node.decision.holders,
@@ -116,12 +117,12 @@ def _is_here(node: NodeState, piece: RankSource, member: RegisteredTrainer) -> b
             if here and arena.local_index == member.index and not arena.evidence:
                 node.places[piece.rank] = SnapshotPlace(arena.arena_id, slot.index, slot.size_bytes)
                 node.verifying.add((arena.arena_id, slot.index))
-                node.do(e.VerifySlot(arena.arena_id, slot.index, piece.version))
+                node.do(VerifySlot(arena.arena_id, slot.index, piece.version))
                 return True
     return False
 
 
-def brought_in(node: NodeState, event: e.SnapshotFetched) -> None:
+def brought_in(node: NodeState, event: SnapshotFetched) -> None:
     """What was asked for is here and verified, or why it is not."""
     if node.decision is None or event.plan != node.decision.number or event.rank not in node.bringing:
         return
@@ -150,7 +151,7 @@ def _fail(node: NodeState, failure: Failure) -> None:
     node.log("warning", "a source failed", peer=failure.node_id, rank=failure.rank, reason=failure.text)
 
 
-def verified(node: NodeState, event: e.SlotVerified) -> None:
+def verified(node: NodeState, event: SlotVerified) -> None:
     key = (event.arena_id, event.slot)
     arena = node.arenas.get(event.arena_id)
     if event.problem and arena is not None:
@@ -169,7 +170,7 @@ def verified(node: NodeState, event: e.SlotVerified) -> None:
         _check_ready(node)
 
 
-def _failed_own(node: NodeState, rank: int, event: e.SlotVerified) -> None:
+def _failed_own(node: NodeState, rank: int, event: SlotVerified) -> None:
     if node.decision is not None and node.state == RESTORING:
         node.places.pop(rank, None)
         _fail(node, Failure(node.decision.number, node.card.node_id, rank, event.version, True, event.problem))
@@ -198,20 +199,20 @@ def _begin(node: NodeState) -> None:
     snapshots.advance(node)
 
 
-def answer(node: NodeState) -> None:
+def answer_requests(node: NodeState) -> None:
     decision = node.decision
     if node.state != SERVING and not (decision is not None and decision.failure):
         return
     requests, node.restore_requests = node.restore_requests, []
-    for request in requests:
-        member = node.member_of(request.conn)
+    for conn, request in requests:
+        member = node.member_of(conn)
         if member is None:
             continue
-        found = _answer_for(node, member, request.ticket)
-        if isinstance(found, Error):
-            node.refuse(request.conn, request.ticket, found)
+        answer = _answer_for(node, member, request.ticket)
+        if isinstance(answer, Error):
+            node.refuse(conn, request.ticket, answer)
         else:
-            node.do(e.Send(request.conn, found, found.arena_id))
+            node.do(Send(conn, answer, answer.arena_id))
 
 
 def _answer_for(node: NodeState, member: RegisteredTrainer, ticket: int) -> RestoreFrom | Error:
@@ -247,20 +248,20 @@ def _answer_for(node: NodeState, member: RegisteredTrainer, ticket: int) -> Rest
     )
 
 
-def loaded(node: NodeState, event: e.RankLoaded) -> None:
-    member = node.member_of(event.conn)
+def loaded(node: NodeState, conn: Conn, message: Loaded) -> None:
+    member = node.member_of(conn)
     if member is None:
-        node.refuse(event.conn, event.ticket, KeeperError("register first"))
+        node.refuse(conn, message.ticket, KeeperError("register first"))
         return
     dead = [m.register.rank for m in node.members.values() if not m.alive]
     if dead:
-        node.refuse(event.conn, event.ticket, ended_meanwhile(dead[0]))
+        node.refuse(conn, message.ticket, ended_meanwhile(dead[0]))
         return
     arena = node.arena_of(member.index)
     if not member.arena_id and arena is not None:  # it had its memory from the keeper before this one
         member.arena_id = arena.arena_id
     member.loaded = True
-    node.loaded_requests.append(event)
+    node.loaded_requests.append((conn, message))
     _refuse_other_versions(node)
     snapshots.advance(node)
 
@@ -270,20 +271,20 @@ def _refuse_other_versions(node: NodeState) -> None:
     if node.decision is None or node.state != SERVING:
         return
     version = node.decision.version
-    for request in list(node.loaded_requests):
+    for conn, request in list(node.loaded_requests):
         if request.step is None or (version is not None and request.step == version.step):
             continue
-        node.loaded_requests.remove(request)
+        node.loaded_requests.remove((conn, request))
         text = f"step {request.step} was restored here, and {version or 'nothing'} was decided for all since"
-        node.refuse(request.conn, request.ticket, RecoveryError(text, hint="the launcher restarts the job"))
-        member = node.member_of(request.conn)
+        node.refuse(conn, request.ticket, RecoveryError(text, hint="the launcher restarts the job"))
+        member = node.member_of(conn)
         if member is not None:
             member.loaded = False
 
 
 def fail_loading(node: NodeState, error: Error) -> None:
-    for request in node.loaded_requests:
-        node.refuse(request.conn, request.ticket, error)
+    for conn, request in node.loaded_requests:
+        node.refuse(conn, request.ticket, error)
     node.loaded_requests = []
 
 

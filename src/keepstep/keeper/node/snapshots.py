@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from keepstep.arena.records import Grant
-from keepstep.control.messages import Complete, Protected, Voided
+from keepstep.control.messages import Committed, Complete, Protected, Void, Voided
 from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, Orders
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.effects import DropArena, SealSlot, Send, WriteGrant
+from keepstep.keeper.node.events import Conn, SlotSealed
 from keepstep.keeper.node.grants import NodeGrant
 from keepstep.keeper.node.state import (
     COMMITTED,
@@ -25,49 +26,49 @@ from keepstep.types import Incarnation, Version
 MAX_EARLY = 4
 
 
-def committed(node: NodeState, event: e.SnapshotCommitted) -> None:
-    member = node.member_of(event.conn)
-    arena = node.arenas.get(event.arena_id)
-    if member is None or arena is None or not 0 <= event.slot < len(arena.slots):
+def committed(node: NodeState, conn: Conn, message: Committed) -> None:
+    member = node.member_of(conn)
+    arena = node.arenas.get(message.arena_id)
+    if member is None or arena is None or not 0 <= message.slot < len(arena.slots):
         return
-    if arena.local_index != member.index or event.version.incarnation != node.incarnation:
-        node.problem(f"rank {member.register.rank} committed {event.version}, which is not its own to commit")
+    if arena.local_index != member.index or message.version.incarnation != node.incarnation:
+        node.problem(f"rank {member.register.rank} committed {message.version}, which is not its own to commit")
         return
-    slot = arena.slots[event.slot]
-    if _too_early(node, member, event):
+    slot = arena.slots[message.slot]
+    if _too_early(node, member, conn, message):
         return
-    if slot.state == SEALED and slot.version == event.version:  # said again after the keeper came back
-        if node.kept.complete is not None and node.kept.complete >= event.version:
-            node.do(e.Send(event.conn, Complete(event.version)))
+    if slot.state == SEALED and slot.version == message.version:  # said again after the keeper came back
+        if node.kept.complete is not None and node.kept.complete >= message.version:
+            node.do(Send(conn, Complete(message.version)))
         return
-    if slot.state == COMMITTED and slot.version == event.version:
-        node.grants.commit(member.index, event.arena_id, event.slot, event.version, member.register.rank)
+    if slot.state == COMMITTED and slot.version == message.version:
+        node.grants.commit(member.index, message.arena_id, message.slot, message.version, member.register.rank)
     elif slot.state == GRANTED and node.grants.commit(
-        member.index, event.arena_id, event.slot, event.version, member.register.rank
+        member.index, message.arena_id, message.slot, message.version, member.register.rank
     ):
-        slot.state, slot.version = COMMITTED, event.version
-        node.do(e.SealSlot(event.arena_id, event.slot, event.version, None))
+        slot.state, slot.version = COMMITTED, message.version
+        node.do(SealSlot(message.arena_id, message.slot, message.version, None))
     elif member.alive and slot.state == FREE:
-        node.problem(f"rank {member.register.rank} committed slot {event.slot} that it was not granted")
+        node.problem(f"rank {member.register.rank} committed slot {message.slot} that it was not granted")
     advance(node)
 
 
-def void(node: NodeState, event: e.GrantVoid) -> None:
-    member = node.member_of(event.conn)
+def void(node: NodeState, conn: Conn, message: Void) -> None:
+    member = node.member_of(conn)
     if member is None:
         return
-    if _too_early(node, member, event):
+    if _too_early(node, member, conn, message):
         return
     grant = node.grants.refuse(
-        member.index, event.arena_id, event.slot, event.version.step, member.register.rank, event.reason
+        member.index, message.arena_id, message.slot, message.version.step, member.register.rank, message.reason
     )
     if grant is not None:
         node.count("voids")
-        node.log("warning", "grant void", rank=member.register.rank, step=event.version.step, reason=event.reason)
+        node.log("warning", "grant void", rank=member.register.rank, step=message.version.step, reason=message.reason)
     advance(node)
 
 
-def sealed(node: NodeState, event: e.SlotSealed) -> bool:
+def sealed(node: NodeState, event: SlotSealed) -> bool:
     """The work on a committed slot has ended. False when the slot is not waiting for it any more."""
     arena = node.arenas.get(event.arena_id)
     if arena is None or arena.slots[event.slot].state != COMMITTED:
@@ -92,12 +93,12 @@ def sealed(node: NodeState, event: e.SlotSealed) -> bool:
     return True
 
 
-def _too_early(node: NodeState, member: RegisteredTrainer, event: e.SnapshotCommitted | e.GrantVoid) -> bool:
+def _too_early(node: NodeState, member: RegisteredTrainer, conn: Conn, message: Committed | Void) -> bool:
     """A rank that came back first may speak of grants that are taken up only when all are back: keep its words."""
     own = node.last_grant.get(member.index)
     if own is None or own.grant.incarnation != node.incarnation or own.grant.serial <= node.grants.serial:
         return False
-    node.early[member.index] = [*node.early.get(member.index, []), event][-MAX_EARLY:]
+    node.early[member.index] = [*node.early.get(member.index, []), (conn, message)][-MAX_EARLY:]
     return True
 
 
@@ -156,12 +157,12 @@ def _resume(node: NodeState) -> None:
         _take_up(node, standing[serial])
     if standing:
         node.write_ledger()
-    words, node.early = node.early, {}
-    for word in (word for said in words.values() for word in said):
-        if isinstance(word, e.SnapshotCommitted):
-            committed(node, word)
+    unclaimed, node.early = node.early, {}
+    for conn, message in (report for reports in unclaimed.values() for report in reports):
+        if isinstance(message, Committed):
+            committed(node, conn, message)
         else:
-            void(node, word)
+            void(node, conn, message)
 
 
 def _take_up(node: NodeState, standing: dict[int, GrantPage]) -> None:
@@ -215,11 +216,11 @@ def tell(node: NodeState, over: list[tuple[NodeGrant, GrantOutcome]], before: Or
             if member is None or not member.alive:
                 continue
             if outcome.version is not None:
-                node.said_last.append(e.Send(member.conn, Complete(outcome.version, final)))
+                node.said_last.append(Send(member.conn, Complete(outcome.version, final)))
             elif index in grant.committed:
                 diverged = list(outcome.diverged)
                 voided = Voided(grant.committed[index], outcome.rank, outcome.reason, diverged)
-                node.said_last.append(e.Send(member.conn, voided))
+                node.said_last.append(Send(member.conn, voided))
         node.count("complete_versions" if outcome.version is not None else "void_versions")
         if outcome.diverged:
             node.problem(outcome.reason)
@@ -227,7 +228,7 @@ def tell(node: NodeState, over: list[tuple[NodeGrant, GrantOutcome]], before: Or
     if protected is not None and protected != before.protected:
         for member in node.members.values():
             if member.alive:
-                node.said_last.append(e.Send(member.conn, Protected(protected)))
+                node.said_last.append(Send(member.conn, Protected(protected)))
 
 
 def _grant(node: NodeState, order: GrantOrder) -> None:
@@ -246,7 +247,7 @@ def _grant(node: NodeState, order: GrantOrder) -> None:
         slot.state, slot.version = GRANTED, None
         grant = Grant(node.incarnation, opened.step, opened.serial, slot_index, _before(node, index, opened))
         node.last_grant[index] = GrantPage(member.arena_id, grant)
-        node.do(e.WriteGrant(member.arena_id, grant))
+        node.do(WriteGrant(member.arena_id, grant))
 
 
 def _before(node: NodeState, index: int, opened: NodeGrant) -> Grant | None:
@@ -289,4 +290,4 @@ def drop_old_arenas(node: NodeState) -> None:
         busy = any(s.version in retain or s.state in (GRANTED, COMMITTED) for s in arena.slots)
         if replaced and not busy:
             del node.arenas[arena.arena_id]
-            node.do(e.DropArena(arena.arena_id, "its rank writes another one"))
+            node.do(DropArena(arena.arena_id, "its rank writes another one"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from keepstep.arena.records import Grant, Ledger
-from keepstep.control.messages import Membership, NodeCard, Refused, Register
+from keepstep.control.messages import Committed, Loaded, Membership, NodeCard, Refused, Register, Void, WantRestore
 from keepstep.errors import Error
 from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import (
@@ -20,7 +20,8 @@ from keepstep.keeper.coordinator.messages import (
     ReplicaAuditAnswer,
     RestoreOrder,
 )
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.effects import Effect, Log, Send, WriteLedger
+from keepstep.keeper.node.events import Conn, TrainerRegisters
 from keepstep.keeper.node.grants import Grants
 from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
@@ -88,7 +89,7 @@ class GrantPage:
 class RegisteredTrainer:
     """A trainer of the current incarnation."""
 
-    conn: e.Conn
+    conn: Conn
     pid: int
     register: Register
     alive: bool = True
@@ -108,7 +109,7 @@ class OpeningIncarnation:
     incarnation: Incarnation
     label: str
     deadline: float
-    waiting: list[e.TrainerRegisters] = field(default_factory=list)
+    waiting: list[TrainerRegisters] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
     """who of them has died since, by pid"""
 
@@ -146,7 +147,7 @@ class NodeState:
         self.remembered: Version | None = None
         """the newest version the ledger calls complete, across incarnations"""
         self.damaged: list[str] = []
-        self.early: dict[int, list[e.SnapshotCommitted | e.GrantVoid]] = {}
+        self.early: dict[int, list[tuple[Conn, Committed | Void]]] = {}
         """what ranks said of grants that this keeper has not taken up yet"""
         self.ledger_serial = 0
         self.launcher_reported = False
@@ -161,8 +162,8 @@ class NodeState:
         self.now = 0.0
         self.touched = True
         """this event may have changed what this node reports"""
-        self.effects: list[e.Effect] = []
-        self.said_last: list[e.Effect] = []
+        self.effects: list[Effect] = []
+        self.said_last: list[Effect] = []
         """effects that come after all others of an event"""
         # Grants and orders
         self.grants = Grants()
@@ -188,8 +189,8 @@ class NodeState:
         self.pace: tuple[int, float, float] = (-1, 0.0, 0.0)
         """progress, when it was seen, seconds per step"""
         # Restoring
-        self.restore_requests: list[e.RestoreWanted] = []
-        self.loaded_requests: list[e.RankLoaded] = []
+        self.restore_requests: list[tuple[Conn, WantRestore]] = []
+        self.loaded_requests: list[tuple[Conn, Loaded]] = []
         self.decision: RestoreOrder | None = None
         self.verifying: set[tuple[str, int]] = set()
         self.bringing: set[int] = set()
@@ -209,7 +210,7 @@ class NodeState:
     def retain(self) -> set[Version]:
         return self.kept.retain
 
-    def member_of(self, conn: e.Conn) -> RegisteredTrainer | None:
+    def member_of(self, conn: Conn) -> RegisteredTrainer | None:
         return next((member for member in self.members.values() if member.conn == conn), None)
 
     def rank_of(self, index: int) -> int:
@@ -260,7 +261,7 @@ class NodeState:
         by = kept.protected_by
         same = kept.incarnation == self.incarnation
         self.do(
-            e.WriteLedger(
+            WriteLedger(
                 Ledger(
                     self.incarnation, kept.base, self.remembered, self.ledger_serial, kept.complete, kept.protected,
                     kept.target, (by.incarnation.number, by.incarnation.nonce, by.attempt) if by else (0, 0, 0),
@@ -269,11 +270,11 @@ class NodeState:
             )
         )  # fmt: skip
 
-    def do(self, effect: e.Effect) -> None:
+    def do(self, effect: Effect) -> None:
         self.effects.append(effect)
 
-    def refuse(self, conn: e.Conn, ticket: int, error: Error) -> None:
-        self.do(e.Send(conn, Refused(type(error).__name__, error.message, error.hint, ticket)))
+    def refuse(self, conn: Conn, ticket: int, error: Error) -> None:
+        self.do(Send(conn, Refused(type(error).__name__, error.message, error.hint, ticket)))
 
     def count(self, name: str, by: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + by
@@ -284,4 +285,4 @@ class NodeState:
         self.log("error", text)
 
     def log(self, level: str, text: str, **fields: object) -> None:
-        self.do(e.Log(level, text, fields))
+        self.do(Log(level, text, fields))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from keepstep.arena.slots import MAX_SLOTS
-from keepstep.control.messages import Register, Registered
+from keepstep.control.messages import Goodbye, Register, Registered
 from keepstep.errors import Error, KeeperError
-from keepstep.keeper.node import events as e
 from keepstep.keeper.node import restore, snapshots
+from keepstep.keeper.node.effects import Kill, SealSlot, Send
+from keepstep.keeper.node.events import Conn, LauncherSeen, ProcessDied, TrainerRegisters
 from keepstep.keeper.node.grants import Grants
 from keepstep.keeper.node.state import (
     COMMITTED,
@@ -24,7 +25,7 @@ from keepstep.keeper.node.state import (
 from keepstep.types import Incarnation
 
 
-def register(node: NodeState, event: e.TrainerRegisters) -> None:
+def register(node: NodeState, event: TrainerRegisters) -> None:
     problem = _registration_problem(node, event)
     if problem:
         node.refuse(event.conn, event.register.ticket, problem)
@@ -44,7 +45,7 @@ def register(node: NodeState, event: e.TrainerRegisters) -> None:
         _open(node, wanted, event)
 
 
-def _registration_problem(node: NodeState, event: e.TrainerRegisters) -> Error | None:
+def _registration_problem(node: NodeState, event: TrainerRegisters) -> Error | None:
     register = event.register
     if not event.alive:
         return KeeperError("the registering process is already dead")
@@ -57,7 +58,7 @@ def _registration_problem(node: NodeState, event: e.TrainerRegisters) -> Error |
     return _wrong_life(node, event) or _wrong_place(node, event) or _other_settings(node, register)
 
 
-def _wrong_life(node: NodeState, event: e.TrainerRegisters) -> Error | None:
+def _wrong_life(node: NodeState, event: TrainerRegisters) -> Error | None:
     wanted = event.register.incarnation
     if wanted is None:
         return None
@@ -72,7 +73,7 @@ def _wrong_life(node: NodeState, event: e.TrainerRegisters) -> Error | None:
     return None
 
 
-def _wrong_place(node: NodeState, event: e.TrainerRegisters) -> Error | None:
+def _wrong_place(node: NodeState, event: TrainerRegisters) -> Error | None:
     register = event.register
     known = node.members.get(register.local_index)
     same_life = register.incarnation == node.incarnation and node.opening is None
@@ -106,7 +107,7 @@ def _other_settings(node: NodeState, register: Register) -> Error | None:
     return None
 
 
-def _rival(node: NodeState, event: e.TrainerRegisters) -> RegisteredTrainer | None:
+def _rival(node: NodeState, event: TrainerRegisters) -> RegisteredTrainer | None:
     """A living trainer in the same place, under another living launcher: two jobs with one run id."""
     known = node.members.get(event.register.local_index)
     if known is None or not known.alive or known.finished is not None or known.pid == event.pid:
@@ -115,7 +116,7 @@ def _rival(node: NodeState, event: e.TrainerRegisters) -> RegisteredTrainer | No
     return known if launcher in node.launchers and launcher != event.register.launcher_pid else None
 
 
-def _incarnation_of(node: NodeState, event: e.TrainerRegisters) -> Incarnation:
+def _incarnation_of(node: NodeState, event: TrainerRegisters) -> Incarnation:
     register = event.register
     if register.incarnation is not None:
         return register.incarnation
@@ -129,7 +130,7 @@ def _incarnation_of(node: NodeState, event: e.TrainerRegisters) -> Incarnation:
     return Incarnation(node.largest_number + 1, event.nonce)
 
 
-def _open(node: NodeState, incarnation: Incarnation, event: e.TrainerRegisters) -> None:
+def _open(node: NodeState, incarnation: Incarnation, event: TrainerRegisters) -> None:
     """Begin the fence: nothing of the new incarnation happens before the old trainers are dead."""
     stale = node.opening.waiting if node.opening else []
     for waiting in stale:
@@ -144,7 +145,7 @@ def _open(node: NodeState, incarnation: Incarnation, event: e.TrainerRegisters) 
             node.zombies.add(pid)
             del node.strangers[pid]
     for pid in sorted(node.zombies):
-        node.do(e.Kill(pid, f"incarnation {incarnation.number} begins"))
+        node.do(Kill(pid, f"incarnation {incarnation.number} begins"))
     node.log("info", "incarnation opens", number=incarnation.number, fenced=sorted(node.zombies))
     try_open(node)
 
@@ -167,13 +168,13 @@ def try_open(node: NodeState) -> None:
     for event in opening.waiting:
         register(node, event)
     for pid in sorted(opening.dead):
-        died(node, e.ProcessDied(pid))
+        died(node, ProcessDied(pid))
 
 
 def _begin_life(node: NodeState, opening: OpeningIncarnation) -> None:
     node.incarnation, node.label = opening.incarnation, opening.label
-    for request in node.restore_requests:
-        node.refuse(request.conn, request.ticket, KeeperError("a newer incarnation has begun"))
+    for conn, request in node.restore_requests:
+        node.refuse(conn, request.ticket, KeeperError("a newer incarnation has begun"))
     node.members, node.restore_requests, node.loaded_requests = {}, [], []
     node.grants, node.orders, node.job, node.settled = Grants(), None, None, 0
     node.state = RESTORING
@@ -192,7 +193,7 @@ def stranger_found(node: NodeState, pid: int, life: Incarnation) -> None:
     elif pid not in node.zombies and all(event.pid != pid for event in opening.waiting):
         node.zombies.add(pid)
         opening.deadline = max(opening.deadline, node.now + node.limits.fence_s)
-        node.do(e.Kill(pid, f"incarnation {opening.incarnation.number} begins"))
+        node.do(Kill(pid, f"incarnation {opening.incarnation.number} begins"))
 
 
 def _abandon_arenas(node: NodeState) -> None:
@@ -211,11 +212,11 @@ def _reclaim_slots(node: NodeState) -> None:
             if slot.state in (GRANTED, FREE):
                 # Look again: its writer may have committed without a word, or not have begun.
                 assert slot.version is None
-                node.do(e.SealSlot(arena.arena_id, slot.index, None, node.remembered))
+                node.do(SealSlot(arena.arena_id, slot.index, None, node.remembered))
                 slot.state = COMMITTED
 
 
-def _join(node: NodeState, event: e.TrainerRegisters) -> None:
+def _join(node: NodeState, event: TrainerRegisters) -> None:
     register = event.register
     member = RegisteredTrainer(event.conn, event.pid, register)
     known = node.members.get(register.local_index)
@@ -228,7 +229,7 @@ def _join(node: NodeState, event: e.TrainerRegisters) -> None:
     if register.rejoin and arena is not None and arena.local_index == register.local_index:
         member.arena_id = arena.arena_id
     node.count("registrations")
-    node.do(e.Send(event.conn, Registered(node.incarnation, register.ticket)))
+    node.do(Send(event.conn, Registered(node.incarnation, register.ticket)))
     if register.rejoin:
         node.state = SERVING
         snapshots.advance(node)
@@ -237,14 +238,14 @@ def _join(node: NodeState, event: e.TrainerRegisters) -> None:
         node.state = RESTORING
 
 
-def launcher_seen(node: NodeState, event: e.LauncherSeen) -> None:
+def launcher_seen(node: NodeState, event: LauncherSeen) -> None:
     if event.alive:
         node.launchers.add(event.pid)
     node.launcher_reported = True
     try_open(node)
 
 
-def died(node: NodeState, event: e.ProcessDied) -> None:
+def died(node: NodeState, event: ProcessDied) -> None:
     node.launchers.discard(event.pid)
     node.zombies.discard(event.pid)
     node.strangers.pop(event.pid, None)
@@ -261,11 +262,11 @@ def died(node: NodeState, event: e.ProcessDied) -> None:
     snapshots.advance(node)
 
 
-def leaves(node: NodeState, event: e.TrainerLeaves) -> None:
-    member = node.member_of(event.conn)
+def said_goodbye(node: NodeState, conn: Conn, message: Goodbye) -> None:
+    member = node.member_of(conn)
     if member is None:
         return
-    member.finished = event.finished
+    member.finished = message.finished
     node.grants.withdraw(member.index, member.register.rank, "its trainer ended")
 
 
@@ -279,5 +280,5 @@ def watch_orphans(node: NodeState) -> None:
         node.orphaned_since = node.now
     elif node.now - node.orphaned_since >= node.limits.orphan_s:
         for member in lost:
-            node.do(e.Kill(member.pid, "its launcher is dead"))
+            node.do(Kill(member.pid, "its launcher is dead"))
         node.orphaned_since = node.now

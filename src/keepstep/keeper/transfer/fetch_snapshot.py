@@ -27,7 +27,8 @@ from keepstep.arena.records import KeeperHeader, TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena, trainer_digest
 from keepstep.errors import Error, IntegrityError
 from keepstep.keeper.coordinator.messages import Failure
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.effects import FetchSnapshot
+from keepstep.keeper.node.events import SlotSealed, SnapshotFetched
 from keepstep.keeper.transfer.chunk_store import DATA, MANIFEST, META, ChunkRequest
 from keepstep.keeper.transfer.fetch_replicas import ReplicaIndex
 from keepstep.keeper.transfer.reach import ChunkClient
@@ -59,7 +60,7 @@ class SnapshotFetch:
 
     def __init__(
         self,
-        effect: e.FetchSnapshot,
+        effect: FetchSnapshot,
         *,
         node_id: str,
         peers: ChunkClient,
@@ -67,7 +68,7 @@ class SnapshotFetch:
         make: MakeArena,
         window_bytes: int,
         timeout_s: float,
-        done: Callable[[e.SnapshotFetched, Arena | None], None],
+        done: Callable[[SnapshotFetched, Arena | None], None],
         after: Sequence[SnapshotFetch] = (),
     ) -> None:
         """`arena`: where it goes if it fits. `after`: given up, and may still write there for a moment."""
@@ -102,7 +103,7 @@ class SnapshotFetch:
             sealed = self._fill(arena, slot, piece, found, manifest)
             if reserved is not None:
                 reserved.result(RESERVE_S)
-            self._done(e.SnapshotFetched(self.plan, piece.rank, arena.arena_id, slot, sealed), made)
+            self._done(SnapshotFetched(self.plan, piece.rank, arena.arena_id, slot, sealed), made)
             return
         except StoppedError:
             failures: tuple[Failure, ...] = ()
@@ -120,7 +121,7 @@ class SnapshotFetch:
             if reserved is not None:
                 reserved.cancel()
             made.close()
-        self._done(e.SnapshotFetched(self.plan, piece.rank, "", 0, None, failures), None)
+        self._done(SnapshotFetched(self.plan, piece.rank, "", 0, None, failures), None)
 
     # What is known of the snapshot
 
@@ -155,7 +156,7 @@ class SnapshotFetch:
 
     def _fill(
         self, arena: Arena, slot: int, piece: RankSource, found: list[NodeManifest], manifest: RankManifest
-    ) -> e.SlotSealed:
+    ) -> SlotSealed:
         effect = self._effect
         trainer = dataclasses.replace(
             manifest.trainer, local_index=effect.local_index, local_world_size=effect.local_world_size
@@ -285,7 +286,7 @@ def _of_rank(manifest: NodeManifest, rank: int) -> RankManifest:
     return found
 
 
-def _seal(arena: Arena, slot: int, trainer: TrainerHeader, manifest: RankManifest) -> e.SlotSealed:
+def _seal(arena: Arena, slot: int, trainer: TrainerHeader, manifest: RankManifest) -> SlotSealed:
     """Every chunk was checked on its way: the checksums are the ones that the lost node had."""
     arena.write_trainer_header(slot, dataclasses.replace(trainer, state=h.COMMITTED))
     committed = arena.committed(slot)
@@ -301,6 +302,6 @@ def _seal(arena: Arena, slot: int, trainer: TrainerHeader, manifest: RankManifes
         ),
     )  # fmt: skip
     size = written.layout_bytes + written.values_bytes + written.payload_bytes
-    return e.SlotSealed(
+    return SlotSealed(
         arena.arena_id, slot, written.version, written.rank, written.world_size, written.local_world_size, size
     )

@@ -25,7 +25,16 @@ from keepstep.control.messages import NodeCard, RestoreFrom
 from keepstep.errors import ConfigError, Error
 from keepstep.identity import Identity
 from keepstep.keeper.coordinator import messages
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.effects import (
+    CancelFetches,
+    FetchSnapshot,
+    FreeParity,
+    SendToPeer,
+    SetPeers,
+    StartExchange,
+    StopExchange,
+)
+from keepstep.keeper.node.events import Event, ParityPlaced, PeerLink, PeerMessage, SnapshotFetched
 from keepstep.keeper.transfer.chunk_store import ChunkStore
 from keepstep.keeper.transfer.fetch_replicas import FetchedReplicas, gather
 from keepstep.keeper.transfer.fetch_snapshot import SnapshotFetch
@@ -78,7 +87,7 @@ class KeeperNetwork:
         config: Config,
         *,
         later: Callable[..., None],
-        handle: Callable[[e.Event], None],
+        handle: Callable[[Event], None],
         holds_changed: Callable[[], None],
     ) -> None:
         self._identity, self._config = identity, config
@@ -133,10 +142,10 @@ class KeeperNetwork:
         except (msgspec.DecodeError, ValueError) as error:
             log.warning("a peer's word was not understood", extra={"peer": node_id, "reason": str(error)})
             return
-        self._later(self._handle, e.PeerMessage(node_id, word))
+        self._later(self._handle, PeerMessage(node_id, word))
 
     def _link(self, node_id: str, up: bool, reason: str) -> None:
-        self._later(self._handle, e.PeerLink(node_id, up, reason))
+        self._later(self._handle, PeerLink(node_id, up, reason))
 
     def _damaged(self, arena_id: str, slot: int, version: Version, problem: str) -> None:
         self._later(self._check, arena_id, slot, version)
@@ -149,7 +158,7 @@ class KeeperNetwork:
 
     # Effects of the core
 
-    def meet(self, effect: e.SetPeers) -> None:
+    def meet(self, effect: SetPeers) -> None:
         if effect.secret and effect.secret != self._secret:
             self._secret = effect.secret
             if self._cut is None:
@@ -175,10 +184,10 @@ class KeeperNetwork:
         if self._secret:
             self.peers.admit(self._secret)
 
-    def tell(self, effect: e.SendToPeer) -> None:
-        self.peers.send(effect.node_id, messages.encode(effect.word))
+    def tell(self, effect: SendToPeer) -> None:
+        self.peers.send(effect.node_id, messages.encode(effect.message))
 
-    def start_exchange(self, effect: e.StartExchange) -> None:
+    def start_exchange(self, effect: StartExchange) -> None:
         self._exchange = ParityBuilder(
             effect, run_id=self._identity.run_id, node_id=self._identity.node_id, shelf=self.shelf, peers=self._reach,
             pool=self._pool, window_bytes=self._config.peers.window_bytes, timeout_s=self._config.peers.timeout_s,
@@ -186,20 +195,20 @@ class KeeperNetwork:
             say=lambda event: self._later(self._handle, event),
         )  # fmt: skip
 
-    def stop_exchange(self, effect: e.StopExchange) -> None:
+    def stop_exchange(self, effect: StopExchange) -> None:
         if self._exchange is not None and self._exchange.key == effect.key:
             self._retire(self._exchange)
             self._exchange = None
 
-    def free_parity(self, effect: e.FreeParity) -> None:
+    def free_parity(self, effect: FreeParity) -> None:
         held = self.parities.pop(effect.buffer_id, None)
         if held is not None:
             self.shelf.take_parity_away(effect.buffer_id)
             self._holds_changed()
             self._pool.give(held)
 
-    def _placed(self, event: e.ParityPlaced, held: ParityBuffer) -> None:
-        if self._exchange is None or self._exchange.key != event.found.key:
+    def _placed(self, event: ParityPlaced, held: ParityBuffer) -> None:
+        if self._exchange is None or self._exchange.key != event.parity_set.key:
             self._pool.give(held)  # it was stopped when this was on its way
             return
         self.put_parity(held)
@@ -211,13 +220,13 @@ class KeeperNetwork:
         self._holds_changed()
 
     def bring_in(
-        self, effect: e.FetchSnapshot, arena: Arena | None,
-        make: Callable[[e.FetchSnapshot, RankManifest], tuple[Arena, Future[None]]],
-        done: Callable[[e.SnapshotFetched, Arena | None], None],
+        self, effect: FetchSnapshot, arena: Arena | None,
+        make: Callable[[FetchSnapshot, RankManifest], tuple[Arena, Future[None]]],
+        done: Callable[[SnapshotFetched, Arena | None], None],
     ) -> None:  # fmt: skip
         config = self._config.peers
 
-        def ended(event: e.SnapshotFetched, made: Arena | None) -> None:
+        def ended(event: SnapshotFetched, made: Arena | None) -> None:
             if bringing in self._bringing:
                 self._bringing.remove(bringing)
                 done(event, made)
@@ -233,7 +242,7 @@ class KeeperNetwork:
         )  # fmt: skip
         self._bringing.append(bringing)
 
-    def give_up_bringing(self, effect: e.CancelFetches) -> None:
+    def give_up_bringing(self, effect: CancelFetches) -> None:
         for one in self._bringing:
             self._retire(one)
         self._bringing = []

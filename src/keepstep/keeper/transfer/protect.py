@@ -18,7 +18,8 @@ from keepstep.arena import manifest as manifests
 from keepstep.arena import memory_limits
 from keepstep.arena.manifest import MAX_MANIFEST_BYTES, NodeManifest
 from keepstep.errors import Error
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.effects import StartExchange
+from keepstep.keeper.node.events import ExchangeAdvanced, ParityPlaced
 from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, ChunkRequest, ChunkStore
 from keepstep.keeper.transfer.reach import ChunkClient
 from keepstep.keeper.transfer.stripe_reads import (
@@ -93,7 +94,7 @@ class ParityBuilder:
 
     def __init__(
         self,
-        effect: e.StartExchange,
+        effect: StartExchange,
         *,
         run_id: str,
         node_id: str,
@@ -102,8 +103,8 @@ class ParityBuilder:
         pool: ParityBufferPool,
         window_bytes: int,
         timeout_s: float,
-        placed: Callable[[e.ParityPlaced, ParityBuffer], None],
-        say: Callable[[e.ExchangeAdvanced], None],
+        placed: Callable[[ParityPlaced, ParityBuffer], None],
+        say: Callable[[ExchangeAdvanced], None],
     ) -> None:
         self._effect, self._run_id, self._node_id = effect, run_id, node_id
         self._shelf, self._peers, self._pool = shelf, peers, pool
@@ -139,18 +140,18 @@ class ParityBuilder:
             found = self._encode(rows, manifest, meta, held)
             if self._stopped.is_set():
                 raise StoppedError
-            self._placed(e.ParityPlaced(found, rows.moved_bytes), held)
+            self._placed(ParityPlaced(found, rows.moved_bytes), held)
             held = None
         except StoppedError:
             pass
         except SourceFailedError as failed:
             self._complain(failed)
-            self._say(e.ExchangeAdvanced(self.key, rows.moved_bytes, str(failed)))
+            self._say(ExchangeAdvanced(self.key, rows.moved_bytes, str(failed)))
         except (Error, OSError, MemoryError, ValueError) as error:
-            self._say(e.ExchangeAdvanced(self.key, rows.moved_bytes, str(error) or repr(error)))
+            self._say(ExchangeAdvanced(self.key, rows.moved_bytes, str(error) or repr(error)))
         except Exception as error:
             log.exception("an exchange failed")
-            self._say(e.ExchangeAdvanced(self.key, rows.moved_bytes, repr(error)))
+            self._say(ExchangeAdvanced(self.key, rows.moved_bytes, repr(error)))
         finally:
             if held is not None:
                 self._pool.give(held)
@@ -229,7 +230,7 @@ class ParityBuilder:
     def _progress(self, moved_bytes: int) -> None:
         if time.monotonic() - self._said_at >= SAY_S:
             self._said_at = time.monotonic()
-            self._say(e.ExchangeAdvanced(self.key, moved_bytes))
+            self._say(ExchangeAdvanced(self.key, moved_bytes))
 
     def _complain(self, failed: SourceFailedError) -> None:
         """The peer should look at what it sent: if its memory is damaged, its version is not complete any more."""

@@ -19,7 +19,8 @@ from keepstep.config import KeeperConfig
 from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper.coordinator.messages import ReplicaAuditAnswer, ReplicaSetDigest
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.effects import CreateArena, FetchSnapshot, ReadReplicaDigests, SealSlot, VerifySlot
+from keepstep.keeper.node.events import ArenaAdded, Event, ReplicaDigestsRead, SlotFound, SlotSealed, SlotVerified
 from keepstep.keeper.transfer.chunk_store import open_book
 from keepstep.keeper.workers.checksum_client import ChecksumClient
 from keepstep.keeper.workers.checksum_worker import NICENESS
@@ -41,7 +42,7 @@ class WorkerPool:
     """A few threads for bytes. `answer` is called from them and must be thread-safe."""
 
     def __init__(
-        self, identity: Identity, instance: bytes, config: KeeperConfig, answer: Callable[[e.Event], None]
+        self, identity: Identity, instance: bytes, config: KeeperConfig, answer: Callable[[Event], None]
     ) -> None:
         self._identity, self._instance, self._answer = identity, instance, answer
         threads = config.seal_threads or _threads()
@@ -53,19 +54,19 @@ class WorkerPool:
         self._allocating = threading.Lock()
         """one arena at a time: two that each fit may not fit together"""
 
-    def seal(self, arena: Arena, effect: e.SealSlot) -> None:
+    def seal(self, arena: Arena, effect: SealSlot) -> None:
         self._pool.submit(lambda: self._answer(self._seal(arena, effect)))
 
-    def verify(self, arena: Arena, effect: e.VerifySlot) -> None:
+    def verify(self, arena: Arena, effect: VerifySlot) -> None:
         self._pool.submit(lambda: self._answer(self._verify(arena, effect)))
 
-    def create(self, effect: e.CreateArena, done: Callable[[Arena | Error], None]) -> None:
+    def create(self, effect: CreateArena, done: Callable[[Arena | Error], None]) -> None:
         self._pool.submit(lambda: done(self._create(effect)))
 
-    def read_shares(self, arenas: list[Arena], effect: e.ReadReplicaDigests) -> None:
+    def read_shares(self, arenas: list[Arena], effect: ReadReplicaDigests) -> None:
         """What this node holds of a replica class, for the coordinator's comparison."""
 
-        def read() -> e.ReplicaDigestsRead:
+        def read() -> ReplicaDigestsRead:
             found: list[ReplicaAuditAnswer] = []
             for arena in arenas:
                 for slot in range(arena.num_slots):
@@ -73,7 +74,7 @@ class WorkerPool:
                     if sealed is not None and sealed.version == effect.audit.version:
                         said = answer(open_book(arena, slot), effect.audit)
                         found += [said] if said is not None else []
-            return e.ReplicaDigestsRead(effect.audit, _together(found))
+            return ReplicaDigestsRead(effect.audit, _together(found))
 
         self._pool.submit(lambda: self._answer(read()))
 
@@ -95,7 +96,7 @@ class WorkerPool:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._hands.shutdown(wait=True, cancel_futures=True)
 
-    def _seal(self, arena: Arena, effect: e.SealSlot) -> e.SlotSealed:
+    def _seal(self, arena: Arena, effect: SealSlot) -> SlotSealed:
         started = time.monotonic()
         try:
             sealed = arena.sealed(effect.slot)
@@ -113,15 +114,15 @@ class WorkerPool:
                 wanted = version
                 sealed = self._again(lambda: checksum.seal(arena, effect.slot, wanted, self._digests))
         except Exception as error:
-            return e.SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, str(error) or repr(error))
+            return SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, str(error) or repr(error))
         trainer, shares = sealed.trainer, self._shares(arena, effect.slot)
-        return e.SlotSealed(
+        return SlotSealed(
             arena.arena_id, effect.slot, trainer.version, trainer.rank, trainer.world_size,
             trainer.local_world_size, snapshot_bytes(trainer), shares=shares, took_s=time.monotonic() - started,
         )  # fmt: skip
 
-    def _verify(self, arena: Arena, effect: e.VerifySlot) -> e.SlotVerified:
-        return e.SlotVerified(arena.arena_id, effect.slot, effect.version, self._problem(arena, effect.slot))
+    def _verify(self, arena: Arena, effect: VerifySlot) -> SlotVerified:
+        return SlotVerified(arena.arena_id, effect.slot, effect.version, self._problem(arena, effect.slot))
 
     def _digests(self, arena: Arena, slot: int, chunks: list[Chunk]) -> bytes:
         found = self._reading.digests(arena, slot, chunks)
@@ -152,7 +153,7 @@ class WorkerPool:
                 self._ending.wait(pause_s)
         return call()
 
-    def make_for(self, effect: e.FetchSnapshot, manifest: RankManifest) -> tuple[Arena, Future[None]]:
+    def make_for(self, effect: FetchSnapshot, manifest: RankManifest) -> tuple[Arena, Future[None]]:
         """An arena for a snapshot that comes from elsewhere, with room for the next ones of its rank.
 
         Its memory is reserved while the first slot is filled; the future ends when all of it is there.
@@ -186,7 +187,7 @@ class WorkerPool:
         finally:
             self._allocating.release()
 
-    def _create(self, effect: e.CreateArena) -> Arena | Error:
+    def _create(self, effect: CreateArena) -> Arena | Error:
         wanted = effect.wanted
         header = plan_header(
             wanted.need, slots=wanted.slots, local_index=effect.local_index, generation=effect.generation,
@@ -222,11 +223,11 @@ def _together(found: list[ReplicaAuditAnswer]) -> ReplicaAuditAnswer:
     return ReplicaAuditAnswer(found[0].n, found[0].m, units, found[0].paths)
 
 
-def _unsealed(arena: Arena, effect: e.SealSlot, version: Version) -> e.SlotSealed:
+def _unsealed(arena: Arena, effect: SealSlot, version: Version) -> SlotSealed:
     found = arena.committed(effect.slot)
     assert found is not None
     trainer = found[1]
-    return e.SlotSealed(
+    return SlotSealed(
         arena.arena_id, effect.slot, version, trainer.rank, trainer.world_size, trainer.local_world_size, 0
     )
 
@@ -235,7 +236,7 @@ def snapshot_bytes(trainer: TrainerHeader) -> int:
     return trainer.layout_bytes + trainer.values_bytes + trainer.payload_bytes
 
 
-def describe(arena: Arena) -> e.ArenaAdded:
+def describe(arena: Arena) -> ArenaAdded:
     """What the headers of an arena say, as the event that brings it into the core."""
     slots = []
     for index in range(arena.num_slots):
@@ -244,15 +245,15 @@ def describe(arena: Arena) -> e.ArenaAdded:
         committed = trainer is not None and trainer.state == COMMITTED
         state = "sealed" if sealed else "committed" if committed else "free"
         if trainer is None or not committed:
-            slots.append(e.SlotFound(index, state, None, 0, 1, 1, 0))
+            slots.append(SlotFound(index, state, None, 0, 1, 1, 0))
             continue
         size = snapshot_bytes(trainer)
         where = (trainer.rank, trainer.world_size, trainer.local_world_size)
         age_s = max(0.0, time.time() - sealed.keeper.sealed_at) if sealed else 0.0
-        slots.append(e.SlotFound(index, state, trainer.version, *where, size, age_s))
+        slots.append(SlotFound(index, state, trainer.version, *where, size, age_s))
     header = arena.header
     capacity = SnapshotSize(header.layout_capacity, header.values_capacity, header.payload_capacity)
-    return e.ArenaAdded(
+    return ArenaAdded(
         arena.arena_id, header.local_index, header.generation, arena.segment.size_bytes, capacity, tuple(slots),
         arena.ledger(), arena.grant(), arena.progress(),
     )  # fmt: skip

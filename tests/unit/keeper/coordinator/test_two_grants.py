@@ -9,8 +9,9 @@ import pytest
 from paper import Node
 
 from keepstep.arena.records import Grant
+from keepstep.control.messages import Committed, Void, WantArena
 from keepstep.keeper.coordinator.grants import ONE_BY_ONE
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.events import FromTrainer
 from keepstep.layout import SnapshotSize
 
 
@@ -163,7 +164,7 @@ def test_with_two_slots_nothing_is_given_ahead_whatever_happens() -> None:
 
 
 def grow(node: Node, index: int = 0) -> None:
-    node.do(e.ArenaWanted(index, 9, SnapshotSize(2, 2, 2), node.slots, 0))
+    node.do(FromTrainer(index, WantArena(SnapshotSize(2, 2, 2), node.slots, 0, 9)))
 
 
 def written(node: Node, index: int, grant: Grant) -> tuple[int, str, int]:
@@ -200,7 +201,7 @@ def test_a_rank_that_was_never_given_the_new_arena_goes_on_in_the_old_one(slots:
         step = max(grant.step, node.progress[0] + 1)
         node.progress[0] = step
         node.arenas[old].slots[grant.slots[0]] = ("committed", node.version(step))
-        node.do(e.SnapshotCommitted(0, old, grant.slots[0], node.version(step)))
+        node.do(FromTrainer(0, Committed(old, grant.slots[0], node.version(step))))
         node.seal()
         assert node.core.kept.complete == node.version(step) != complete
 
@@ -214,7 +215,7 @@ def test_a_void_of_the_old_arena_that_is_said_again_does_not_count_in_the_new_on
         node.snapshot(first.step)
     node.write(0, first.step, slot=first.slot)
     node.commit(0, first.step, first.slot)
-    void = e.GrantVoid(0, node.own(0).arena_id, second.slot, node.version(second.step), "outgrown")
+    void = FromTrainer(0, Void(node.own(0).arena_id, second.slot, node.version(second.step), "outgrown"))
     node.progress[0] = second.step
     node.do(void)
     grow(node)

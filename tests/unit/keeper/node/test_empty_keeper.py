@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from keepstep.control.messages import Register
-from keepstep.keeper.node import events as e
 from keepstep.keeper.node import restore
 from keepstep.keeper.node.core import Core
+from keepstep.keeper.node.events import LauncherSeen, TrainerRegisters
 from keepstep.keeper.node.state import RESTORING, Limits
 from keepstep.types import Incarnation
 
@@ -20,8 +20,8 @@ def test_only_a_launcher_that_holds_memory_is_waited_for(no_holder: bool) -> Non
         rank=3, world_size=4, local_index=0, local_world_size=1, incarnation=Incarnation(2, 5), label="",
         launcher_pid=0, every=1, slots=2, progress=-1, no_holder=no_holder,
     )  # fmt: skip
-    core.handle(e.TrainerRegisters(1, 4321, True, register, 7), 0.0)
+    core.handle(TrainerRegisters(1, 4321, True, register, 7), 0.0)
     assert (core.state == RESTORING) is no_holder
-    core.handle(e.LauncherSeen(99, alive=True), 0.0)
+    core.handle(LauncherSeen(99, alive=True), 0.0)
     assert core.state == RESTORING
     assert restore.inventory_ready(core)

@@ -11,9 +11,21 @@ import pytest
 from paper import NEED, Node
 
 from keepstep.arena.records import Ledger, Progress
-from keepstep.control.messages import ArenaGiven, Complete, Done, Refused, Registered, RestoreFrom
+from keepstep.control.messages import (
+    ArenaGiven,
+    Committed,
+    Complete,
+    Done,
+    Loaded,
+    Refused,
+    Registered,
+    RestoreFrom,
+    WantArena,
+    WantRestore,
+)
 from keepstep.errors import Error
-from keepstep.keeper.node import events as e
+from keepstep.keeper.node.effects import Kill, WriteGrant
+from keepstep.keeper.node.events import FromTrainer, LauncherSeen, ProcessDied, SlotSealed, Tick
 from keepstep.layout import SnapshotSize
 from keepstep.types import Incarnation, Version
 
@@ -69,10 +81,10 @@ def test_a_slot_that_only_one_rank_saw_granted_is_not_given_out_again_before_it_
         effect = node.seals.pop(0)
         arena = node.arenas[effect.arena_id]
         arena.slots[effect.slot] = ("sealed", node.version(0))
-        done = e.SlotSealed(arena.arena_id, effect.slot, node.version(0), arena.index, 2, 2, 1)
+        done = SlotSealed(arena.arena_id, effect.slot, node.version(0), arena.index, 2, 2, 1)
         for planned in node.core.handle(done, 0.0):
             node._carry_out(planned)
-            if isinstance(planned, e.WriteGrant):
+            if isinstance(planned, WriteGrant):
                 break
     mine, theirs = node.own(0).grant, node.own(1).grant
     assert mine is not None
@@ -125,15 +137,15 @@ def test_a_ledger_that_reached_only_one_arena_does_not_keep_the_old_base_for_eve
     node.start()
     node.snapshot(0)
     for index in range(2):
-        node.do(e.ProcessDied(100 + index))
+        node.do(ProcessDied(100 + index))
     node.incarnation = None
     for index in range(2):
         node.register(index, pid=200 + index, known=False)
     node.seal()
     for index in range(2):
-        node.do(e.RestoreWanted(index, 2))
-        node.do(e.ArenaWanted(index, 3, NEED, 2, 0))
-        node.do(e.RankLoaded(index, 4, 0))
+        node.do(FromTrainer(index, WantRestore(2)))
+        node.do(FromTrainer(index, WantArena(NEED, 2, 0, 3)))
+        node.do(FromTrainer(index, Loaded(0, 4)))
     before = node.own(1).ledger
     assert before is not None
     assert before.base is not None
@@ -149,12 +161,12 @@ def test_a_rank_that_is_loaded_when_its_keeper_dies_is_loaded_for_the_next_one()
     """Everything but the last answer had come: the arena is not asked for again."""
     node = Node()
     node.register(0, known=False)
-    node.do(e.RestoreWanted(0, 2))
-    node.do(e.ArenaWanted(0, 3, NEED, 2, 0))
+    node.do(FromTrainer(0, WantRestore(2)))
+    node.do(FromTrainer(0, WantArena(NEED, 2, 0, 3)))
     node.replace_keeper()
     node.register(0)
     node.sent.clear()
-    node.do(e.RankLoaded(0, 4, None))
+    node.do(FromTrainer(0, Loaded(None, 4)))
     assert [message for _, message in node.sent if isinstance(message, Done)]
     node.works(0)
 
@@ -179,7 +191,7 @@ def test_a_version_that_all_ranks_committed_with_their_last_breath_is_restored(o
     for index in range(2):
         node.commit(index, 1, slots[index], say=False)
     words = [lambda i=i: node.say_committed(i, 1, slots[i]) for i in range(2)]
-    deaths = [lambda i=i: node.do(e.ProcessDied(100 + i)) for i in range(2)]
+    deaths = [lambda i=i: node.do(ProcessDied(100 + i)) for i in range(2)]
     acts = {
         "words first": [*words, *deaths],
         "deaths first": [*deaths, *words],
@@ -194,7 +206,7 @@ def test_a_version_that_all_ranks_committed_with_their_last_breath_is_restored(o
     node.seal()
     node.sent.clear()
     for index in range(2):
-        node.do(e.RestoreWanted(index, 2))
+        node.do(FromTrainer(index, WantRestore(2)))
     answers = [message for _, message in node.sent if isinstance(message, RestoreFrom)]
     assert [answer.version for answer in answers] == [lost, lost]
 
@@ -207,7 +219,7 @@ def test_the_place_of_a_trainer_is_not_taken_twice_in_one_incarnation() -> None:
     node.sent.clear()
     node.register(1, pid=999)
     assert isinstance(node.sent[-1][1], Refused)
-    node.do(e.ProcessDied(101))
+    node.do(ProcessDied(101))
     node.register(1, pid=999)
     assert isinstance(node.sent[-1][1], Refused)
     assert node.core.members[1].pid == 101
@@ -219,7 +231,7 @@ def test_an_arena_that_is_replaced_by_a_larger_one_is_granted_in() -> None:
     node.snapshot(0)
     node.progress[0] = 1
     node.void(0, 1, "outgrown")
-    node.do(e.ArenaWanted(0, 5, SnapshotSize(9, 9, 9), 2, 0))
+    node.do(FromTrainer(0, WantArena(SnapshotSize(9, 9, 9), 2, 0, 5)))
     node.works(2)
     assert list(node.arenas) == ["0.2"], "the old arena was not dropped"
 
@@ -236,7 +248,7 @@ def test_a_trainer_that_never_got_into_its_larger_arena_goes_on_in_the_old_one()
     node.replace_keeper()
     node.register(0, rejoin=True, arena_id=small.arena_id)
     small.slots[slot] = ("committed", node.version(1))
-    node.do(e.SnapshotCommitted(0, small.arena_id, slot, node.version(1)))
+    node.do(FromTrainer(0, Committed(small.arena_id, slot, node.version(1))))
     node.seal()
     assert node.core.kept.complete == node.version(1)
     assert list(node.arenas) == [small.arena_id]
@@ -250,7 +262,7 @@ def test_restoring_from_a_keeper_that_took_over_in_mid_training_is_refused_and_d
     node.replace_keeper()
     node.register(0, rejoin=True)
     node.sent.clear()
-    node.do(e.RestoreWanted(0, 9))
+    node.do(FromTrainer(0, WantRestore(9)))
     assert isinstance(node.sent[-1][1], Refused)
 
 
@@ -259,10 +271,10 @@ def test_a_rank_that_is_loaded_after_another_one_died_hears_of_it() -> None:
     for index in range(2):
         node.register(index, known=False)
     for index in range(2):
-        node.do(e.ArenaWanted(index, 3, NEED, 2, 0))
-    node.do(e.ProcessDied(101))
+        node.do(FromTrainer(index, WantArena(NEED, 2, 0, 3)))
+    node.do(ProcessDied(101))
     node.sent.clear()
-    node.do(e.RankLoaded(0, 4, None))
+    node.do(FromTrainer(0, Loaded(None, 4)))
     (refused,) = [message for _, message in node.sent if isinstance(message, Refused)]
     assert isinstance(refused.error(), Error)
 
@@ -274,11 +286,11 @@ def test_ranks_that_loaded_different_versions_do_not_begin() -> None:
     for step in (0, 1):
         node.snapshot(step)
     for index in range(2):
-        node.do(e.ProcessDied(100 + index))
+        node.do(ProcessDied(100 + index))
     for index in range(2):
         node.register(index, pid=200 + index, known=False)
     node.seal()
-    node.do(e.RestoreWanted(0, 2))
+    node.do(FromTrainer(0, WantRestore(2)))
     (answer,) = [message for _, message in node.sent if isinstance(message, RestoreFrom) and message.version]
     assert answer.version is not None
     assert answer.version.step == 1
@@ -289,12 +301,12 @@ def test_ranks_that_loaded_different_versions_do_not_begin() -> None:
         node.register(index, pid=200 + index)
     node.seal()
     node.sent.clear()
-    node.do(e.RankLoaded(0, 4, 1))
-    node.do(e.RestoreWanted(1, 2))
+    node.do(FromTrainer(0, Loaded(1, 4)))
+    node.do(FromTrainer(1, WantRestore(2)))
     (other,) = [message for _, message in node.sent if isinstance(message, RestoreFrom)]
     assert other.version is not None
     assert other.version.step == 0
-    node.do(e.RankLoaded(1, 4, 0))
+    node.do(FromTrainer(1, Loaded(0, 4)))
     refused = [conn for conn, message in node.sent if isinstance(message, Refused)]
     assert refused == [0]
     assert not [message for _, message in node.sent if isinstance(message, Done)]
@@ -331,10 +343,10 @@ def test_nothing_is_planned_before_the_launcher_has_given_back_the_last_arena() 
             node.register(index, pid=200 + index, agreed=Incarnation(2, 5))
         for index in order:
             node.give_back(node.own(index))
-        node.do(e.LauncherSeen(99))
+        node.do(LauncherSeen(99))
         node.seal()
         for index in range(2):
-            node.do(e.RestoreWanted(index, 2))
+            node.do(FromTrainer(index, WantRestore(2)))
         assert not [message for _, message in node.sent if isinstance(message, Refused)]
         assert node.restored() == [saved, saved]
 
@@ -347,7 +359,7 @@ def test_an_older_arena_that_is_given_back_first_is_not_what_is_restored() -> No
     old = dataclasses.replace(node.own(0), slots=list(node.own(0).slots))
     node.progress[0] = 1
     node.void(0, 1, "outgrown")
-    node.do(e.ArenaWanted(0, 5, SnapshotSize(9, 9, 9), 2, 0))
+    node.do(FromTrainer(0, WantArena(SnapshotSize(9, 9, 9), 2, 0, 5)))
     node.works(2)
     newest = node.core.kept.complete
     assert newest is not None
@@ -358,9 +370,9 @@ def test_an_older_arena_that_is_given_back_first_is_not_what_is_restored() -> No
     node.register(0, pid=200, agreed=Incarnation(2, 5))
     node.arenas[old.arena_id] = old  # its holder did not hear any more that it may go
     node.give_back(old, node.own(0))
-    node.do(e.LauncherSeen(99))
+    node.do(LauncherSeen(99))
     node.seal()
-    node.do(e.RestoreWanted(0, 2))
+    node.do(FromTrainer(0, WantRestore(2)))
     assert node.restored() == [newest]
 
 
@@ -375,7 +387,7 @@ def test_memory_of_a_trainer_that_comes_last_is_waited_for() -> None:
     node.replace_keeper(give_back=False)
     node.sent.clear()
     node.register(0, pid=200, known=False, label="second")
-    node.do(e.RestoreWanted(0, 2))
+    node.do(FromTrainer(0, WantRestore(2)))
     assert node.restored() == [], "decided before rank 1 could give anything back"
     node.incarnation = Incarnation(2, 77)
     node.give_back(*node.arenas.values())
@@ -385,7 +397,7 @@ def test_memory_of_a_trainer_that_comes_last_is_waited_for() -> None:
         node.register(index, pid=300 + index, known=False, label="third")
     node.seal()
     for index in range(2):
-        node.do(e.RestoreWanted(index, 2))
+        node.do(FromTrainer(index, WantRestore(2)))
     assert node.restored() == [saved, saved]
 
 
@@ -400,9 +412,9 @@ def test_a_life_that_began_with_too_low_a_number_ends_and_the_next_one_restores(
             node.register(index, pid=100 * (life + 2) + index, known=False)
         node.seal()
         for index in range(2):
-            node.do(e.RestoreWanted(index, 2))
-            node.do(e.ArenaWanted(index, 3, NEED, 2, 0))
-            node.do(e.RankLoaded(index, 4, life))
+            node.do(FromTrainer(index, WantRestore(2)))
+            node.do(FromTrainer(index, WantArena(NEED, 2, 0, 3)))
+            node.do(FromTrainer(index, Loaded(life, 4)))
     node.snapshot(3)
     saved = node.version(3)
     node.end_life(first_pid=400)
@@ -412,7 +424,7 @@ def test_a_life_that_began_with_too_low_a_number_ends_and_the_next_one_restores(
     node.give_back(*node.arenas.values())  # by rank 1, which had heard of it and never registered
     node.register(1, pid=501, known=False, label="second")
     for index in range(2):
-        node.do(e.RestoreWanted(index, 2))
+        node.do(FromTrainer(index, WantRestore(2)))
     assert node.restored() == []
     assert len([message for _, message in node.sent if isinstance(message, Refused)]) == 2
     node.end_life(first_pid=500)
@@ -420,7 +432,7 @@ def test_a_life_that_began_with_too_low_a_number_ends_and_the_next_one_restores(
         node.register(index, pid=600 + index, known=False, label="third")
     node.seal()
     for index in range(2):
-        node.do(e.RestoreWanted(index, 2))
+        node.do(FromTrainer(index, WantRestore(2)))
     assert node.restored() == [saved, saved]
     assert node.core.incarnation > saved.incarnation
 
@@ -436,11 +448,11 @@ def test_a_life_that_waits_while_memory_of_a_later_one_is_given_back_gets_a_larg
     node.register(0, pid=200, known=False, label="second")  # waits for the end of process 100
     node.arenas["later"] = later
     node.give_back(later)
-    node.do(e.ProcessDied(100))
+    node.do(ProcessDied(100))
     assert node.core.incarnation.number == 6
     node.seal()
     node.sent.clear()
-    node.do(e.RestoreWanted(0, 2))
+    node.do(FromTrainer(0, WantRestore(2)))
     assert node.restored() == [saved]
 
 
@@ -453,10 +465,10 @@ def test_a_writer_that_is_known_only_from_what_the_launcher_gives_back_is_fenced
     node.register(0, pid=200, agreed=Incarnation(2, 5))
     writer = Progress(Incarnation(1, 77), 0, 100, 1)
     added = dataclasses.replace(node.described(node.own(0)), writer=writer)
-    assert e.Kill(100, "incarnation 2 begins") in node.core.handle(added, 0.0)
-    node.do(e.LauncherSeen(99))
+    assert Kill(100, "incarnation 2 begins") in node.core.handle(added, 0.0)
+    node.do(LauncherSeen(99))
     assert not [message for _, message in node.sent if isinstance(message, Registered)], "it may still write"
-    node.do(e.ProcessDied(100))
+    node.do(ProcessDied(100))
     assert [message for _, message in node.sent if isinstance(message, Registered)]
 
 
@@ -468,15 +480,15 @@ def test_a_writer_that_cannot_be_killed_leaves_its_arena_though_the_new_keeper_n
     node.replace_keeper(give_back=False)
     writer = Progress(saved.incarnation, 0, 100, 1)
     node.do(dataclasses.replace(node.described(node.own(0)), writer=writer))
-    node.do(e.LauncherSeen(99))
+    node.do(LauncherSeen(99))
     node.register(0, pid=200, agreed=Incarnation(2, 5))
-    for effect in node.core.handle(e.Tick(), node.core.limits.fence_s + 1):
+    for effect in node.core.handle(Tick(), node.core.limits.fence_s + 1):
         node._carry_out(effect)
     node.seal()
     node.sent.clear()
-    node.do(e.RestoreWanted(0, 2))
+    node.do(FromTrainer(0, WantRestore(2)))
     assert node.restored() == [saved]
-    node.do(e.ArenaWanted(0, 3, NEED, 2, 0))
+    node.do(FromTrainer(0, WantArena(NEED, 2, 0, 3)))
     assert isinstance(node.sent[-1][1], ArenaGiven)
     assert node.sent[-1][1].fresh, "a process that may still write into the old one"
 
@@ -492,17 +504,17 @@ def test_trainers_that_die_while_their_life_waits_for_the_launcher_are_dead_in_i
     for index in range(2):
         node.register(index, pid=200 + index, agreed=Incarnation(2, 5))
         assert node.core.lease_left_s() is None
-        node.do(e.ProcessDied(200 + index))
+        node.do(ProcessDied(200 + index))
     assert node.core.lease_left_s() is not None, "nobody is left that needs this keeper"
     node.give_back(*node.arenas.values())
-    node.do(e.LauncherSeen(99))
+    node.do(LauncherSeen(99))
     node.seal()
     node.sent.clear()
     for index in range(2):
         node.register(index, pid=300 + index, agreed=Incarnation(3, 6))
     node.seal()
     for index in range(2):
-        node.do(e.RestoreWanted(index, 2))
+        node.do(FromTrainer(index, WantRestore(2)))
     assert node.restored() == [saved, saved]
 
 
@@ -510,21 +522,21 @@ def test_trainers_that_had_begun_go_on_where_one_of_them_comes_back_to_an_empty_
     """Rank 0 had not heard yet that all were ready, and holds nothing; rank 1 writes its first snapshot."""
     node = Node(ranks=2)
     agreed = Incarnation(2, 5)
-    node.do(e.LauncherSeen(99))
+    node.do(LauncherSeen(99))
     for index in range(2):
         node.register(index, agreed=agreed)
     for index in range(2):
-        node.do(e.RestoreWanted(index, 2))
-        node.do(e.ArenaWanted(index, 3, NEED, 2, 0))
+        node.do(FromTrainer(index, WantRestore(2)))
+        node.do(FromTrainer(index, WantArena(NEED, 2, 0, 3)))
     for index in range(2):
-        node.do(e.RankLoaded(index, 4, None))
+        node.do(FromTrainer(index, Loaded(None, 4)))
     slot = node.write(1, 0)
     node.replace_keeper(give_back=False)
     node.register(0, agreed=agreed)
     node.give_back(*node.arenas.values())
     node.register(1, agreed=agreed, rejoin=True, arena_id=node.own(1).arena_id)
-    node.do(e.LauncherSeen(99))
-    node.do(e.RankLoaded(0, 4, None))
+    node.do(LauncherSeen(99))
+    node.do(FromTrainer(0, Loaded(None, 4)))
     node.commit(1, 0, slot)
     node.commit(0, 0, node.write(0, 0))
     node.seal()
