@@ -30,6 +30,7 @@ from steps import read_log
 
 import keepstep
 from keepstep.config import Config, KeeperConfig
+from keepstep.control import framing
 from keepstep.control import messages as p
 from keepstep.control.client import KeeperClient
 from keepstep.control.spawn import ALREADY_RUNNING, start_keeper
@@ -70,11 +71,11 @@ def hello(run: LocalRun, **changes: Any) -> p.Hello:
 
 def answer_to(sock: socket.socket, message: Any) -> Any:
     """The first message back; None when the keeper hangs up."""
-    p.send(sock, message)
-    reader = p.FrameReader()
+    framing.send(sock, message)
+    reader = framing.FrameReader()
     with contextlib.suppress(ConnectionResetError):
         while True:
-            data, fds = p.receive(sock)
+            data, fds = framing.receive(sock)
             if not data:
                 return None
             found = reader.feed(data, fds)
@@ -308,15 +309,15 @@ def test_malformed_frames_close_their_connection_and_nothing_else(run: LocalRun)
     head = struct.Struct("<HHI")
     bad = {
         "noise": random.Random(1).randbytes(4096),
-        "a giant length": head.pack(p.MAGIC, 0, 0xFFFFFFFF) + b"x" * 100,
-        "a length just too large": head.pack(p.MAGIC, 0, p.MAX_FRAME_BYTES + 1),
-        "too many descriptors announced": head.pack(p.MAGIC, 0xFFFF, 4) + b"abcd",
-        "descriptors that did not come": head.pack(p.MAGIC, 3, 4) + b"abcd",
-        "an empty body": head.pack(p.MAGIC, 0, 0),
-        "no such message": p._HEAD.pack(p.MAGIC, 0, 6) + msgspec.msgpack.encode({"type": 1})[:6],
-        "an answer instead of a question": p.pack(hello(run)) + p.pack(p.Done("hi")),
-        "no hello": p.pack(p.WantStatus(ticket=1)),
-        "deep nesting": head.pack(p.MAGIC, 0, 60_000) + b"\x91" * 60_000,
+        "a giant length": head.pack(framing.MAGIC, 0, 0xFFFFFFFF) + b"x" * 100,
+        "a length just too large": head.pack(framing.MAGIC, 0, framing.MAX_FRAME_BYTES + 1),
+        "too many descriptors announced": head.pack(framing.MAGIC, 0xFFFF, 4) + b"abcd",
+        "descriptors that did not come": head.pack(framing.MAGIC, 3, 4) + b"abcd",
+        "an empty body": head.pack(framing.MAGIC, 0, 0),
+        "no such message": head.pack(framing.MAGIC, 0, 6) + msgspec.msgpack.encode({"type": 1})[:6],
+        "an answer instead of a question": framing.pack(hello(run)) + framing.pack(p.Done("hi")),
+        "no hello": framing.pack(p.WantStatus(ticket=1)),
+        "deep nesting": head.pack(framing.MAGIC, 0, 60_000) + b"\x91" * 60_000,
     }
     for name, data in bad.items():
         with contextlib.closing(raw(run)) as sock:
@@ -333,7 +334,7 @@ def test_half_frames_and_thousands_of_connections_do_not_stop_the_others(run: Lo
     try:
         for number in range(200):
             crowd.append(raw(run))
-            crowd[-1].sendall(p.pack(hello(run))[: number % 12])
+            crowd[-1].sendall(framing.pack(hello(run))[: number % 12])
         assert run.status().keeper.pid == pid
         with contextlib.closing(KeeperClient(run.identity, "cli")) as client:
             for sock in crowd:  # others come and go in mid-frame
@@ -350,9 +351,13 @@ def test_descriptors_that_come_with_rubbish_are_closed(run: LocalRun) -> None:
     pid, descriptors = run.keeper_pid(), fds_of(run)
     null = os.open(os.devnull, os.O_RDONLY)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [null] * 60))]
-    give = p.pack(p.GiveBack([f"{n}" for n in range(60)], ticket=3), 60)
+    give = framing.pack(p.GiveBack([f"{n}" for n in range(60)], ticket=3), 60)
     try:
-        for prefix in (b"", p.pack(hello(run)), p.pack(hello(run)) + p.pack(p.Done("not a question"))):
+        for prefix in (
+            b"",
+            framing.pack(hello(run)),
+            framing.pack(hello(run)) + framing.pack(p.Done("not a question")),
+        ):
             for data in (give, give[:5], give[:-1], b"\0" * 64):
                 for _ in range(5):
                     with contextlib.closing(raw(run)) as sock:
@@ -447,9 +452,9 @@ def test_well_formed_messages_with_odd_values_in_any_order_do_not_end_the_keeper
     for _ in range(60):
         with contextlib.closing(raw(run)) as sock, contextlib.suppress(OSError):
             sock.settimeout(0.05)
-            p.send(sock, hello(run))
+            framing.send(sock, hello(run))
             for _ in range(rng.randrange(1, 12)):
-                p.send(sock, odd_message(rng))
+                framing.send(sock, odd_message(rng))
             with contextlib.suppress(TimeoutError):
                 while sock.recv(65536):
                     pass

@@ -19,7 +19,13 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 from keepstep import faults
-from keepstep.control.messages import PROTOCOL, FrameError, FrameReader, Hello, Refused, Welcome, receive, send
+from keepstep.control.framing import FrameError, FrameReader, receive, send
+from keepstep.control.messages import (
+    PROTOCOL,
+    Hello,
+    Refused,
+    Welcome,
+)
 from keepstep.errors import KeeperError
 from keepstep.identity import Identity
 

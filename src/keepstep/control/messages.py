@@ -1,21 +1,12 @@
-"""What trainers, launchers and the command line say to a keeper, and how it is framed.
+"""Every message between a keeper and its trainers, its launcher and the command line of the same node.
 
-A frame is 8 bytes (magic, number of file descriptors, length) and a msgpack body; descriptors travel
-beside it by SCM_RIGHTS. Every length and count is checked before anything is allocated. A request
-carries a `ticket`; the answer repeats it; ticket 0 is a message that nobody answers.
+A request carries a `ticket`, and the answer repeats it; ticket 0 is a message without an answer. The tags and the
+fields of these structs are control protocol 2: other versions of keepstep read them. framing.py puts them on a socket.
 
-Both sides are of one user on one machine: the socket is 0600 and the peer's uid is checked. What
-comes in is still treated as hostile: a malformed frame closes that connection and nothing else.
+Written by control/client.py (trainers, launchers, commands) and keeper/requests.py, each reads what the other writes.
 """
 
 from __future__ import annotations
-
-import array
-import os
-import socket
-import struct
-from collections import deque
-from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,10 +15,6 @@ from keepstep.layout import SnapshotSize
 from keepstep.types import Incarnation, Version
 
 PROTOCOL = 2
-MAGIC = 0x4B53
-MAX_FRAME_BYTES = 1 << 20
-MAX_FDS = 64
-_HEAD = struct.Struct("<HHI")
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -36,21 +23,21 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     protocol: int
     run_id: str
     node_id: str
-    role: str
-    """trainer, launcher or cli"""
+    role: str  # trainer, launcher or cli
     ticket: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Answer to Hello: the keeper accepts the connection."""
+
     instance: str
     keeper_pid: int
-    largest_number: int
-    """the largest incarnation number this keeper knows of"""
+    largest_number: int  # The largest incarnation number that this keeper knows of.
     ticket: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The error that the asking side raises."""
+    """Answer to a request that failed: the error that the requester raises."""
 
     kind: str
     message: str
@@ -62,86 +49,81 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Register(msgspec.Struct, frozen=True, tag=True):
-    """A trainer joins (or, after the keeper's own death, comes back to) an incarnation."""
+    """A trainer joins an incarnation, or rejoins it after the keeper's death."""
 
     rank: int
     world_size: int
     local_index: int
     local_world_size: int
-    incarnation: Incarnation | None
-    """agreed by the launcher, or the one this trainer was given before; None: the keeper decides"""
-    label: str
-    """what the trainers of one round share under a launcher that agrees on nothing"""
+    incarnation: Incarnation | None  # Agreed by the launcher, or received before a reconnect; None: the keeper decides.
+    label: str  # Equal for all trainers of one round under a launcher that agrees on no incarnation.
     launcher_pid: int
     every: int
     slots: int
-    progress: int
-    """the step of the last `take`, or -1"""
+    progress: int  # Step of the last `take`, or -1.
     rejoin: bool = False
     ticket: int = 0
-    arena_id: str = ""
-    """the arena that a trainer which comes back is writing: not always the newest one of its rank"""
-    no_holder: bool = False
-    """no launcher agreed on the incarnation: there is none that holds this node's memory and gives it back"""
+    arena_id: str = ""  # The arena that a reconnecting trainer writes: not always the newest one of its rank.
+    no_holder: bool = False  # True: no launcher of this job holds the node's memory.
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True):
+    """Answer to Register, once every trainer of older incarnations is dead."""
+
     incarnation: Incarnation
     ticket: int = 0
 
 
 class LauncherHello(msgspec.Struct, frozen=True, tag=True):
-    """An agent that will start trainers, and holds their memory meanwhile."""
+    """A launcher (torchrun's agent) that starts trainers and holds this node's memory."""
 
     pid: int
     ticket: int = 0
 
 
 class NodeCard(msgspec.Struct, frozen=True):
-    """Who a node's keeper is and where its peers reach it."""
+    """Identity of a node's keeper, and the address for its peers."""
 
     node_id: str
-    instance: str
-    """of the keeper: a node that comes back with empty memory has the same id and another instance"""
+    instance: str  # Of the keeper. A node that returns with empty memory has the same id and another instance.
     address: str
     port: int
-    domain: str = ""
-    """what fails together, for example the rack"""
+    domain: str = ""  # Failure domain, for example the rack.
 
 
 class WantCard(msgspec.Struct, frozen=True, tag=True):
-    """A launcher (or, under another launcher, the first trainer of a node) asks who this keeper is."""
+    """Request this keeper's card: by a launcher, or by a node's first trainer where no launcher agrees on members."""
 
     ticket: int = 0
 
 
 class CardIs(msgspec.Struct, frozen=True, tag=True):
+    """Answer to WantCard."""
+
     card: NodeCard
     largest_number: int
-    members: list[NodeCard]
-    """of the last incarnation this keeper was a member of, by position; empty: it never was"""
-    members_number: int = 0
-    """the number of that incarnation"""
+    members: list[NodeCard]  # Of the last incarnation that this keeper was a member of, by position; empty: of none.
+    members_number: int = 0  # Number of that incarnation.
     holds_state: bool = False
     ticket: int = 0
-    secret: bytes = b""
-    """what the keepers of this run authenticate each other with, if this one has been told"""
+    secret: bytes = b""  # With which keepers of this run authenticate each other; empty if this keeper has none.
 
 
 class Membership(msgspec.Struct, frozen=True, tag=True):
-    """The nodes of an incarnation, in the order of their ranks. Answered (Done) once the keeper knows."""
+    """The nodes of an incarnation by node rank. Answered with Done."""
 
     incarnation: Incarnation
     nodes: list[NodeCard]
     node_rank: int
-    secret: bytes
-    """what keepers of this run authenticate each other with"""
+    secret: bytes  # With which keepers of this run authenticate each other.
+    # Keepers of the previous incarnation without a place in this one: they may still hold state.
     former: list[NodeCard] = []
-    """keepers of the incarnation before that have no place in this one: they may still hold state"""
     ticket: int = 0
 
 
 class WantArena(msgspec.Struct, frozen=True, tag=True):
+    """A rank requests memory for its snapshots."""
+
     need: SnapshotSize
     slots: int
     memory_limit_bytes: int = 0
@@ -158,7 +140,7 @@ class ArenaGiven(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """Keep these memfds (in the order of the descriptors beside) for the node; forget all others."""
+    """Keep the memfds beside this message (in this order) for the node, and close those named in `forget`."""
 
     arena_ids: list[str]
     forget: list[str]
@@ -166,24 +148,28 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
 
 
 class Held(msgspec.Struct, frozen=True, tag=True):
+    """What the sender holds for the node."""
+
     arena_ids: list[str]
 
 
 class GiveBack(msgspec.Struct, frozen=True, tag=True):
-    """Memfds held for a keeper that died, offered to the one that took its place."""
+    """Memfds held for a dead keeper, offered to its replacement."""
 
     arena_ids: list[str]
     ticket: int = 0
 
 
 class Adopted(msgspec.Struct, frozen=True, tag=True):
+    """Answer to GiveBack: accepted arenas, and refused ones with the reasons."""
+
     arena_ids: list[str]
     refused: dict[str, str]
     ticket: int = 0
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True):
-    """The trainer has finished writing a slot and will not touch it until it is granted again."""
+    """The trainer has finished writing a slot and does not touch it until the slot is granted again."""
 
     arena_id: str
     slot: int
@@ -191,7 +177,7 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Void(msgspec.Struct, frozen=True, tag=True):
-    """A grant that this rank cannot honour: nothing will be written into its slot."""
+    """This rank cannot use its grant: nothing will be written into the slot."""
 
     arena_id: str
     slot: int
@@ -203,94 +189,96 @@ class Complete(msgspec.Struct, frozen=True, tag=True):
     """The version is sealed on all ranks."""
 
     version: Version
-    final: bool = True
-    """nothing more will be done for it: this job has no other node that could protect it"""
+    final: bool = True  # True: no other node could protect it, so no Protected follows.
 
 
 class Protected(msgspec.Struct, frozen=True, tag=True):
-    """The version is protected: it survives the loss of a node."""
+    """The version survives the loss of a node."""
 
     version: Version
 
 
 class Voided(msgspec.Struct, frozen=True, tag=True):
-    """The version will never be complete: this rank could not honour its grant."""
+    """The version will never be complete."""
 
     version: Version
     rank: int
     reason: str
-    diverged: list[str] = []
-    """paths whose replicas are not the same on all nodes: protected per rank from the next layout on"""
+    diverged: list[str] = []  # Paths whose replicas differ between nodes: protected per rank from the next layout on.
 
 
 class WantRestore(msgspec.Struct, frozen=True, tag=True):
+    """A rank requests what it restores from. Answered when the restore is decided and every byte verified."""
+
     ticket: int = 0
 
 
 class ReplicaSetSource(msgspec.Struct, frozen=True):
-    """Where the verified bytes of a stream lie, chunk by chunk; how long each is follows from the stream's size."""
+    """Where the verified chunks of a replica set are. Chunk lengths follow from the size of the set."""
 
     class_id: str
-    fd_index: list[int]
-    """per chunk: which of the descriptors beside the message holds it"""
-    offsets: list[int]
-    """per chunk: where it begins there"""
+    fd_index: list[int]  # Per chunk: index of the descriptor beside the message that holds it.
+    offsets: list[int]  # Per chunk: byte offset in that descriptor.
 
 
 class RestoreFrom(msgspec.Struct, frozen=True, tag=True):
-    """What this rank restores: a verified slot of its arena, or nothing at all.
+    """What this rank restores: a verified slot of its arena, or no snapshot.
 
-    The first descriptor beside it is the rank's arena; the others are what `streams` points into.
+    The first descriptor beside it is the rank's arena; the others are what `streams` refers to.
     """
 
     version: Version | None
     arena_id: str
     slot: int
     size_bytes: int
-    plan: list[str]
-    """the reasons, one sentence each"""
+    plan: list[str]  # Reasons, one sentence each.
     ticket: int = 0
-    source: str = "memory"
-    """memory or parity: where this rank's bytes came from"""
+    source: str = "memory"  # memory or parity: where this rank's bytes came from.
     streams: list[ReplicaSetSource] = []
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """This rank is ready for its first step. Answered (Done) when all ranks are."""
+    """This rank is ready for its first step. Answered with Done when all ranks are."""
 
     step: int | None
     ticket: int = 0
 
 
 class Ending(msgspec.Struct, frozen=True, tag=True):
-    """The keeper ends on purpose: nobody should start another one."""
+    """The keeper ends on purpose, and nobody shall start another one."""
 
     reason: str
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
-    """The last message of a trainer. `finished`: the training is over and its state may go."""
+    """Last message of a trainer. `finished`: the training is over and its state may be freed."""
 
     finished: bool
     ticket: int = 0
 
 
 class WantStatus(msgspec.Struct, frozen=True, tag=True):
+    """Request the keeper's status."""
+
     ticket: int = 0
 
 
 class StatusIs(msgspec.Struct, frozen=True, tag=True):
+    """Answer to WantStatus: `types.Status` as JSON."""
+
     json: bytes
     ticket: int = 0
 
 
 class WantVerify(msgspec.Struct, frozen=True, tag=True):
-    """Check every sealed slot against its checksums now."""
+    """Request a check of every sealed slot against its checksums."""
 
     ticket: int = 0
 
 
 class VerifyResult(msgspec.Struct, frozen=True):
+    """Result for one slot. `problem` is empty when the slot is intact."""
+
     rank: int
     slot: int
     step: int
@@ -299,25 +287,27 @@ class VerifyResult(msgspec.Struct, frozen=True):
 
 
 class Verified(msgspec.Struct, frozen=True, tag=True):
+    """Answer to WantVerify."""
+
     results: list[VerifyResult]
     ticket: int = 0
 
 
 class WantArenas(msgspec.Struct, frozen=True, tag=True):
-    """The command line asks for the memfds (inspect, drill)."""
+    """Request the node's memfds, for the commands `inspect` and `drill`. Answered with Hold."""
 
     ticket: int = 0
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Give the state up and end. Refused while trainers live, unless forced."""
+    """Free the state and end. Refused while trainers live, unless forced."""
 
     force: bool = False
     ticket: int = 0
 
 
 class WantPlan(msgspec.Struct, frozen=True, tag=True):
-    """What would a restore do if these nodes were lost now? Only the keeper that coordinates the job can say."""
+    """Request what a restore would do if these nodes were lost now. Only the job's coordinator answers."""
 
     lost: list[str]
     ticket: int = 0
@@ -327,34 +317,30 @@ class PlannedPiece(msgspec.Struct, frozen=True):
     """Where the ranks of one node would get their state."""
 
     ranks: list[int]
-    node_id: str
-    """where they run now"""
+    node_id: str  # Where they run now.
     source: str
     reason: str
 
 
 class PlanIs(msgspec.Struct, frozen=True, tag=True):
-    """Grouped by node: a plan for thousands of ranks must fit into a frame."""
+    """Answer to WantPlan, grouped by node: a plan for thousands of ranks must fit into a frame."""
 
-    step: int | None
-    """of the version that would come back; None: none would"""
-    newest_step: int
-    """the newest that any rank has done"""
+    step: int | None  # Of the version that would be restored; None: none could be.
+    newest_step: int  # The newest step that any rank has done.
     pieces: list[PlannedPiece]
     reasons: list[str]
-    failure: str = ""
-    """why the state would be lost"""
+    failure: str = ""  # Why the state would be lost.
     ticket: int = 0
 
 
 class WantProcesses(msgspec.Struct, frozen=True, tag=True):
-    """The command line asks which processes make up this node (drill)."""
+    """Request the processes of this node, for the command `drill`."""
 
     ticket: int = 0
 
 
 class ProcessesAre(msgspec.Struct, frozen=True, tag=True):
-    """Living ones only, watched by pidfd: a pid in here has not changed hands."""
+    """Living processes only, each watched by pidfd: no pid in here belongs to another process."""
 
     launchers: list[int]
     trainers: list[int]
@@ -362,13 +348,15 @@ class ProcessesAre(msgspec.Struct, frozen=True, tag=True):
 
 
 class CutLinks(msgspec.Struct, frozen=True, tag=True):
-    """A drill: this keeper has no link to any peer for so long."""
+    """A drill: end this keeper's links to all peers for so long."""
 
     seconds: float
     ticket: int = 0
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a request that succeeded."""
+
     text: str = ""
     ticket: int = 0
 
@@ -381,91 +369,3 @@ Message = (
     | WantStatus | StatusIs | WantVerify | Verified | WantArenas | Release | Done
     | WantPlan | PlanIs | WantProcesses | ProcessesAre | CutLinks
 )  # fmt: skip
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
-M = TypeVar("M")
-
-
-class FrameError(Exception):
-    """The peer sent something that is not a frame of this protocol."""
-
-
-def pack(message: Any, num_fds: int = 0) -> bytes:
-    body = _encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES or num_fds > MAX_FDS:
-        raise KeeperError(f"a {type(message).__name__} of {len(body)} bytes and {num_fds} fds is too large to send")
-    return _HEAD.pack(MAGIC, num_fds, len(body)) + body
-
-
-class FrameReader:
-    """Turns bytes and descriptors, as they arrive, into messages. Closes what it does not hand out."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._fds: deque[int] = deque()
-
-    def feed(self, data: bytes, fds: list[int]) -> list[tuple[Any, list[int]]]:
-        self._buffer += data
-        self._fds.extend(fds)
-        messages: list[tuple[Any, list[int]]] = []
-        try:
-            while (message := self._next()) is not None:
-                messages.append(message)
-            # What is left belongs to one unfinished frame: descriptors travel with its first byte.
-            if len(self._fds) > (MAX_FDS if self._buffer else 0):
-                raise FrameError(f"{len(self._fds)} descriptors that no message announces")
-        except FrameError:
-            for _, unread in messages:
-                self._fds.extend(unread)
-            self.close()
-            raise
-        return messages
-
-    def _next(self) -> tuple[Any, list[int]] | None:
-        if len(self._buffer) < _HEAD.size:
-            return None
-        magic, num_fds, length = _HEAD.unpack_from(self._buffer)
-        if magic != MAGIC or length > MAX_FRAME_BYTES or num_fds > MAX_FDS:
-            raise FrameError(f"bad frame head (magic {magic:#x}, {num_fds} fds, {length} bytes)")
-        if len(self._buffer) < _HEAD.size + length:
-            return None
-        body = bytes(self._buffer[_HEAD.size : _HEAD.size + length])
-        del self._buffer[: _HEAD.size + length]
-        if len(self._fds) < num_fds:
-            raise FrameError(f"{num_fds} descriptors announced, {len(self._fds)} came")
-        try:
-            message = _decoder.decode(body)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise FrameError(f"bad message: {error}") from error
-        return message, [self._fds.popleft() for _ in range(num_fds)]
-
-    def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.popleft())
-
-
-def send(sock: socket.socket, message: Any, fds: list[int] | None = None) -> None:
-    """Send one whole frame on a blocking socket; descriptors go with its first bytes."""
-    frame = memoryview(pack(message, len(fds or [])))
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    # Without MSG_NOSIGNAL a dead keeper would kill a trainer that has set SIGPIPE back to its default.
-    sent = sock.sendmsg([frame], ancillary, socket.MSG_NOSIGNAL)
-    while sent < len(frame):
-        sent += sock.send(frame[sent:], socket.MSG_NOSIGNAL)
-
-
-def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Whatever has arrived: bytes and descriptors. No bytes: the peer closed."""
-    data, ancillary, flags, _ = sock.recvmsg(65536, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC)
-    fds: list[int] = []
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            numbers = array.array("i")
-            numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
-            fds.extend(numbers)
-    if flags & socket.MSG_CTRUNC:
-        for fd in fds:
-            os.close(fd)
-        raise FrameError("descriptors were cut off")
-    return data, fds

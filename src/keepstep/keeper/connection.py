@@ -16,7 +16,7 @@ from collections import deque
 from typing import Any
 
 from keepstep import faults
-from keepstep.control.messages import FrameError, FrameReader, pack, receive
+from keepstep.control.framing import FrameError, FrameReader, pack, receive
 
 MAX_QUEUED_BYTES = 4 << 20
 

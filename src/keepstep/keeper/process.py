@@ -26,17 +26,16 @@ import msgspec
 from keepstep.arena.records import ArenaHeader, Ledger
 from keepstep.arena.slots import Arena
 from keepstep.config import Config
+from keepstep.control.framing import MAX_FDS, FrameError
 from keepstep.control.messages import (
-    MAX_FDS,
     ArenaGiven,
     CardIs,
     Ending,
-    FrameError,
     Hold,
     NodeCard,
     Refused,
     RestoreFrom,
-)  # fmt: skip
+)
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper import requests

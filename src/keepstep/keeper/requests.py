@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from keepstep.arena.slots import Arena
+from keepstep.control.framing import MAX_FDS, FrameError
 from keepstep.control.messages import (
-    MAX_FDS,
     PROTOCOL,
     Adopted,
     Committed,
     CutLinks,
     Done,
-    FrameError,
     GiveBack,
     Goodbye,
     Held,
@@ -45,7 +44,7 @@ from keepstep.control.messages import (
     WantStatus,
     WantVerify,
     Welcome,
-)  # fmt: skip
+)
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import start_time
 from keepstep.keeper.connection import Connection

@@ -6,7 +6,12 @@ import socket
 
 import pytest
 
-from keepstep.control.messages import Complete, FrameError, Goodbye, StatusIs, send
+from keepstep.control.framing import FrameError, send
+from keepstep.control.messages import (
+    Complete,
+    Goodbye,
+    StatusIs,
+)
 from keepstep.keeper.connection import MAX_QUEUED_BYTES, Connection
 from keepstep.types import Incarnation, Version
 
