@@ -361,8 +361,11 @@ def keepstep_serve(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> N
         index = int.from_bytes(request, "little")
         return Body.of_file(fd, index * CHUNK_BYTES, CHUNK_BYTES, table[index])
 
-    config = PeersConfig(address=options.address, streams=options.streams)
-    peers = TcpTransport(Peer("server", "1"), "bench", SECRET, config, on_message=ignore, on_link=ignore, serve=serve)
+    config = PeersConfig(address=options.address)
+    peers = TcpTransport(
+        Peer("server", "1"), "bench", SECRET, config, on_message=ignore, on_link=ignore, serve=serve,
+        num_streams=options.streams,
+    )  # fmt: skip
     tell({"address": peers.card_address()})
     theirs = next(orders())["address"]
     peers.meet([Peer("client", "1", *theirs)])
@@ -371,11 +374,11 @@ def keepstep_serve(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> N
 
 def keepstep_fetch(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> None:
     host, _, port = options.address.rpartition(":")
-    config = PeersConfig(address="", streams=options.streams)
+    config = PeersConfig(address="")
     linked = threading.Event()
     peers = TcpTransport(
         Peer("client", "1"), "bench", SECRET, config, on_message=ignore, on_link=lambda *_: linked.set(),
-        serve=lambda *_: Body.of_bytes(b""), towards=host,
+        serve=lambda *_: Body.of_bytes(b""), towards=host, num_streams=options.streams,
     )  # fmt: skip
     peers.meet([Peer("server", "1", host, int(port))])
     tell({"address": peers.card_address()})

@@ -26,6 +26,7 @@ from rich.table import Table
 import keepstep
 from keepstep.config import TakeConfig
 from keepstep.testing.run import LocalRun
+from keepstep.trainer import snapshotter
 from keepstep.trainer.plan.stillness import LOOKS
 
 TARGET_S = 0.5e-6
@@ -58,8 +59,9 @@ def measure(parameters: int, snapshots: int, *, restless: bool) -> dict[str, Any
     training, junk = Training(parameters), torch.zeros(30_000_000)
     took: list[float] = []
     asked: list[float] = []
+    snapshotter.SMALL_BYTES = 0  # every tensor is copied behind `take`
     with LocalRun() as run:
-        config = run.config(take=TakeConfig(small_bytes=0, fingerprint=False))
+        config = run.config(take=TakeConfig(fingerprint="off"))
         with keepstep.Snapshotter(training.state, config) as keeper:
             keeper._survey.stillness._restless = restless
             keeper.restore()

@@ -1,31 +1,40 @@
 """Settings: argument > environment > `keepstep.toml` > default.
 
-A `Config` holds what the user passed; `resolve()` fills every field that was not passed from the
-environment (`KEEPSTEP_EVERY`, `KEEPSTEP_KEEPER_LEASE_S`: section and field in capitals), then from
-`keepstep.toml` in the working directory (or `KEEPSTEP_CONFIG_FILE`), then from the defaults below.
-An unknown key is an error that names the field, the value and where it came from.
+A `Config` holds what the user passed; `resolve()` fills every other field from the environment (`KEEPSTEP_EVERY`,
+`KEEPSTEP_KEEPER_LEASE_S`: section and field in capitals), then from `keepstep.toml` in the working directory (or
+`KEEPSTEP_CONFIG_FILE`), then from the defaults below. The annotation of a field is its type and its range; msgspec
+checks both. An unknown key is an error that names the field, the value and its source.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from keepstep.errors import ConfigError
 
 ENV_PREFIX = "KEEPSTEP_"
 CONFIG_FILE = "keepstep.toml"
 
-# Names that start with the prefix and are not settings of Config: what processes of a node hand each other.
+# Names that start with the prefix and are no settings: what processes of a node pass to each other.
 HANDED_DOWN = frozenset({"INCARNATION", "CONFIG_FILE", "SOCKET"})
 IGNORED_PREFIXES = ("BENCH_", "TEST_", "DEMO_")
+
+BOOLEANS = {"yes": "true", "no": "false"}  # msgspec accepts true, false, 1 and 0
+
+Bytes = Annotated[int, Meta(ge=0, le=2**62)]
+Days = Annotated[float, Meta(ge=0, le=30 * 86400)]
+Seconds = Annotated[float, Meta(ge=0.1, le=3600)]
 
 
 class _Section:
@@ -43,13 +52,11 @@ class _Section:
 class ArenaConfig(_Section):
     """The shared memory of a rank."""
 
-    slots: int = 2
-    """Places for snapshots, 2 to 4. Two always hold one complete version while the next is written; with three the
+    slots: Annotated[int, Meta(ge=2, le=4)] | Literal["auto"] = "auto"
+    """Snapshots that fit, 2 to 4. Two always hold one complete version while the next is written; with three the
     next one may begin before the last has ended (every step, though the copy is longer than a step); with four that
-    one may also still be checksummed (a host that runs ahead of its device)."""
-    prefault_threads: int = 8
-    """Threads that populate pages before the first step (0.5 s per GiB and thread)."""
-    memory_limit_bytes: int = 0
+    one may also still be checksummed (a host that runs ahead of its device). `auto`: 2."""
+    memory_limit_bytes: Bytes = 0
     """Refuse to take more than this for one rank's arena; 0: what the cgroup and the machine allow."""
 
 
@@ -57,64 +64,43 @@ class ArenaConfig(_Section):
 class TakeConfig(_Section):
     """What one `take` may cost."""
 
-    budget_ms: float = 1000.0
+    budget_ms: Annotated[float, Meta(ge=0, le=3_600_000)] = 1000.0
     """Copies that must finish inside `take` (nothing fences their writer) may hold it this long, else it skips."""
-    rate_bytes_s: int = 0
+    rate_bytes_s: Bytes = 0
     """Cap for the background copy; lifted while an optimizer waits for it. 0: no cap."""
-    small_bytes: int = 65536
-    """Tensors up to this size are copied inside `take`, all together."""
-    staging_share: float = 0.095
-    """Device memory for what cannot leave a GPU before the next update, as a share of the state."""
-    staging_free_share: float = 0.05
-    """The same as a share of the free device memory; the smaller one counts. Without any, the update waits."""
-    fingerprint: bool = True
-    """Look at a part of what is copied behind `take` beforehand, and compare with what landed and was restored."""
-    fingerprint_all: bool = False
-    """On GPUs, look at all of it, every time. Else at all of it three times, then at 1/64."""
+    staging_share: Annotated[float, Meta(ge=0, le=1)] = 0.095
+    """Device memory for tensors that cannot be copied out before the next update, as a share of the state."""
+    fingerprint: Literal["off", "sampled", "all"] = "sampled"
+    """Fingerprint what is copied behind `take` beforehand, and compare the copy and what is restored with it. On GPUs
+    `sampled` covers all of it for the first three snapshots, then 1/64; `all` covers all of it every time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeeperConfig(_Section):
     """The process that outlives the trainers. Settings of the first trainer that starts it hold."""
 
-    lease_s: float = 600.0
+    lease_s: Days = 600.0
     """How long the state is kept when neither a launcher nor a trainer of the run is left."""
-    fence_s: float = 10.0
+    fence_s: Seconds = 10.0
     """How long a trainer of an older incarnation may take to die before its arena is abandoned to it."""
-    orphan_s: float = 300.0
+    orphan_s: Days = 300.0
     """How long registered trainers may run on after their launcher died."""
-    start_s: float = 30.0
-    """Deadline for starting a keeper."""
-    request_s: float = 60.0
-    """Deadline for an answer of the keeper, restoring and memory excepted."""
-    restore_s: float = 600.0
-    """Deadline for the keeper's decision what to restore, verification included, and for new arenas."""
-    seal_threads: int = 0
+    seal_threads: Annotated[int, Meta(ge=0, le=64)] = 0
     """Threads that checksum snapshots, at low priority. 0: one for each core, 2 to 32."""
-    reader_bytes: int = 268435456
-    """Snapshots from this size on are checksummed in a process of its own, in half the CPU time. 0: never."""
     log_file: str = ""
     """Where the keeper logs. Default: a file beside its socket, removed with it after a normal end."""
-    log_level: str = "INFO"
-    """Level of the keeper's log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityConfig(_Section):
     """What protects the state against the loss of whole nodes."""
 
-    losses: int = 1
-    """Nodes of a group that may be lost at once (m), 0 to 4. One node alone has no group, whatever this says."""
-    group_size: int = 8
+    losses: Annotated[int, Meta(ge=0, le=4)] = 1
+    """Nodes of a group that may be lost at once (m), 0 to 4. One node alone has no group, whatever this is."""
+    group_size: Annotated[int, Meta(ge=2, le=36)] = 8
     """Nodes that protect each other, at most; groups of one job differ by at most one node."""
-    replicated: str = "full"
+    replicated: Literal["full", "share"] = "full"
     """State that is the same on several nodes: `full` keeps all of it on each, `share` S/(n-m) on each."""
-    deadline_s: float = 30.0
-    """An exchange that makes no progress for this long is abandoned; the newest version is next."""
-    stall_s: float = 60.0
-    """Unprotected for this long with no slot free: snapshots go on without waiting for protection (`exposed`)."""
-    inventory_s: float = 20.0
-    """How long a restore waits for a keeper of the incarnation before that does not answer and is not known dead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,18 +109,13 @@ class PeersConfig(_Section):
 
     address: str = ""
     """Address or interface (`eth0`) that peers reach. Default: the one that leads to the coordinator."""
-    port: int = 0
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port to listen on. 0: any."""
-    streams: int = 2
-    """Connections for bytes, per peer and direction."""
-    rate_bytes_s: int = 0
+    rate_bytes_s: Bytes = 0
     """Cap for what this node receives and sends, each way, so that training keeps the network. 0: no cap."""
-    window_bytes: int = 268435456
-    """Memory for chunks in flight."""
-    timeout_s: float = 10.0
-    """A connection that moves no byte for this long is given up (TCP_USER_TIMEOUT and a progress deadline)."""
-    dead_s: float = 3.0
-    """A peer that is silent for this long is reported as away."""
+    dead_s: Seconds = 3.0
+    """A keeper that is silent for this long is reported as away; a node is dead when its launcher is silent for this
+    long and its keeper does not answer."""
     tls_cert: str = ""
     """Certificate of this node for TLS 1.3 between keepers; with tls_key and tls_ca, or none of the three."""
     tls_key: str = ""
@@ -145,18 +126,10 @@ class PeersConfig(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig(_Section):
-    """Rounds under `--rdzv-backend=keepstep`: how often a job may be restarted, and when a node is dead."""
+    """Rounds under `--rdzv-backend=keepstep`."""
 
-    restarts: int = 20
-    """Restarts allowed within `window_s`; one more ends the job. A window, not a total: jobs run for weeks."""
-    window_s: float = 3600.0
-    """The window of that budget."""
-    dead_s: float = 3.0
-    """A node is dead when its agent was not heard for this long and its keeper does not answer."""
-    settle_s: float = 30.0
-    """How long a round stands before it is ended to let one more node in. The dead are not waited for."""
-    store_s: float = 30.0
-    """An agent without workers waits this long for a rendezvous store that does not answer, then gives up."""
+    restarts: Annotated[int, Meta(ge=0, le=2**31)] = 20
+    """Restarts allowed within an hour; one more ends the job. A window, not a total: jobs run for weeks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +142,12 @@ class Config(_Section):
     """Names the node. Default: the host name."""
     runtime_dir: str = ""
     """Where sockets live. Default: under XDG_RUNTIME_DIR, else /tmp; mode 0700."""
-    every: int = 1
+    every: Annotated[int, Meta(ge=1, le=2**31)] = 1
     """`take` acts on steps that are multiples of this."""
     secret_file: str = ""
     """The job's secret, one file for all nodes. Default: drawn per run and passed through the rendezvous store."""
     failure_domain: str = ""
     """What fails together with this node (rack, switch): groups are spread over domains."""
-    address: str = ""
-    """Short for peers.address."""
     replicated: str = ""
     """Paths (comma separated prefixes) that are the same on all ranks although nothing in torch says so."""
     rng: bool = True
@@ -197,47 +168,76 @@ class Config(_Section):
     """The network between keepers."""
 
 
+# Settings of earlier versions, and what to set instead; nothing: it is a constant now.
+REMOVED: Mapping[str, str] = {
+    "address": "peers.address",
+    "take.fingerprint_all": "take.fingerprint = all",
+    "launch.dead_s": "peers.dead_s",
+} | dict.fromkeys(
+    (
+        "arena.prefault_threads", "take.small_bytes", "take.staging_free_share", "keeper.start_s", "keeper.request_s",
+        "keeper.restore_s", "keeper.reader_bytes", "keeper.log_level", "parity.deadline_s", "parity.stall_s",
+        "parity.inventory_s", "peers.streams", "peers.window_bytes", "peers.timeout_s", "launch.window_s",
+        "launch.settle_s", "launch.store_s",
+    ),
+    "",
+)  # fmt: skip
+
+
+class Given(NamedTuple):
+    """A value as it was given, and where."""
+
+    value: Any
+    source: str
+    text: bool = False  # from the environment: "3" is a number there
+
+
 def resolve(
     config: Config | None = None, *, environ: Mapping[str, str] | None = None, directory: Path | None = None
 ) -> Config:
     """The settings in force: what `config` was given, else environment, file, default."""
     environ = os.environ if environ is None else environ
-    given = _given(config) if config is not None else {}
-    settings: dict[str, tuple[Any, str]] = {}
-    settings.update(_from_file(_config_file(environ, directory)))
-    settings.update(_from_environment(environ))
-    settings.update({name: (value, "argument") for name, value in given.items()})
-    resolved = _build(settings)
-    _check(resolved, {name: origin for name, (_, origin) in settings.items()})
+    values = _from_file(_config_file(environ, directory))
+    values |= _from_environment(environ)
+    values |= {name: Given(value, "argument") for name, value in _passed(config).items()}
+    resolved = _build(values)
+    tls = (resolved.peers.tls_cert, resolved.peers.tls_key, resolved.peers.tls_ca)
+    if any(tls) and not all(tls):
+        raise ConfigError("peers.tls_cert, tls_key and tls_ca go together", hint="set all three, or none")
     return resolved
 
 
 def as_environment(config: Config) -> dict[str, str]:
-    """The settings as environment variables, for a child that must see the same ones."""
-    return {ENV_PREFIX + name.replace(".", "_").upper(): _to_text(value) for name, value in _given(config).items()}
+    """The settings as environment variables, for a child process that must have the same ones."""
+    return {variable(name): _to_text(value) for name, value in _passed(config).items()}
 
 
-def _fields() -> dict[str, tuple[type, Any]]:
-    """Dotted name -> (type, default) of every setting."""
-    found: dict[str, tuple[type, Any]] = {}
-    hints = typing.get_type_hints(Config)
-    for entry in dataclasses.fields(Config):
-        kind = hints[entry.name]
-        if dataclasses.is_dataclass(kind):
-            section_hints = typing.get_type_hints(kind)
-            for inner in dataclasses.fields(kind):
-                found[f"{entry.name}.{inner.name}"] = (section_hints[inner.name], inner.default)
-        else:
-            found[entry.name] = (kind, entry.default)
-    return found
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return ENV_PREFIX + name.replace(".", "_").upper()
 
 
-def _sections() -> dict[str, type]:
-    hints: dict[str, type] = typing.get_type_hints(Config)
-    return {name: kind for name, kind in hints.items() if issubclass(kind, _Section)}
+@functools.cache
+def all_settings() -> dict[str, tuple[Any, Any]]:
+    """Dotted name -> (type with its range, default) of every setting."""
+    sections: dict[str, Any] = {"": Config, **_sections()}
+    hints = {name: typing.get_type_hints(kind, include_extras=True) for name, kind in sections.items()}
+    return {
+        f"{name}.{leaf.name}" if name else leaf.name: (hints[name][leaf.name], leaf.default)
+        for name, kind in sections.items()
+        for leaf in dataclasses.fields(kind)
+        if name or leaf.name not in sections
+    }
 
 
-def _given(config: Config) -> dict[str, Any]:
+def _sections() -> dict[str, type[_Section]]:
+    hints: dict[str, Any] = typing.get_type_hints(Config)
+    return {name: kind for name, kind in hints.items() if isinstance(kind, type) and issubclass(kind, _Section)}
+
+
+def _passed(config: Config | None) -> dict[str, Any]:
+    if config is None:
+        return {}
     if not isinstance(config, Config):
         raise ConfigError(
             f"config must be a keepstep.Config, not {type(config).__name__}", hint="keepstep.Config(every=10)"
@@ -248,7 +248,7 @@ def _given(config: Config) -> dict[str, Any]:
                 f"{section} = {part!r} (from argument) is not a {kind.__name__}", hint=f"{section}={kind.__name__}(...)"
             )
     values: dict[str, Any] = {}
-    for name in _fields():
+    for name in all_settings():
         section, _, leaf = name.rpartition(".")
         part = getattr(config, section) if section else config
         if leaf in part.given:
@@ -268,139 +268,88 @@ def _config_file(environ: Mapping[str, str], directory: Path | None) -> Path | N
     return path if path.is_file() else None
 
 
-def _from_file(path: Path | None) -> dict[str, tuple[Any, str]]:
+def _from_file(path: Path | None) -> dict[str, Given]:
     if path is None:
         return {}
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint="fix the file or remove it") from error
-    known = _fields()
-    found: dict[str, tuple[Any, str]] = {}
+    values: dict[str, Any] = {}
     for key, value in document.items():
-        if value == {} and key in _sections():
-            continue
-        in_section = isinstance(value, dict) and value
-        items = {f"{key}.{inner}": v for inner, v in value.items()} if in_section else {key: value}
-        for name, item in items.items():
-            if name not in known:
-                raise _unknown(name, item, str(path))
-            found[name] = (_from_toml(name, item, known[name][0], str(path)), str(path))
-    return found
+        if isinstance(value, dict) and (value or key in _sections()):
+            values |= {f"{key}.{leaf}": item for leaf, item in value.items()}
+        else:
+            values[key] = value
+    for name, value in values.items():
+        if name not in all_settings():
+            raise _unknown(name, value, str(path))
+    return {name: Given(value, str(path)) for name, value in values.items()}
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    known = {name.replace(".", "_").upper(): (name, kind) for name, (kind, _) in _fields().items()}
-    found: dict[str, tuple[Any, str]] = {}
-    for variable, text in environ.items():
-        if not variable.startswith(ENV_PREFIX):
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
+    names = {variable(name): name for name in all_settings()}
+    removed = {variable(name): name for name in REMOVED}
+    values: dict[str, Given] = {}
+    for key, text in environ.items():
+        bare = key.removeprefix(ENV_PREFIX)
+        if bare == key or bare in HANDED_DOWN or bare.startswith(IGNORED_PREFIXES):
             continue
-        key = variable[len(ENV_PREFIX) :]
-        if key in HANDED_DOWN or key.startswith(IGNORED_PREFIXES):
-            continue
-        if key not in known:
-            raise _unknown(key.lower(), text, f"environment variable {variable}")
+        source = f"environment variable {key}"
+        if key not in names:
+            raise _unknown(removed.get(key, bare.lower()), text, source)
         if text != "":
-            name, kind = known[key]
-            found[name] = (_from_text(name, text, kind, f"environment variable {variable}"), f"environment {variable}")
-    return found
+            values[names[key]] = Given(text, source, text=True)
+    return values
 
 
-def _unknown(name: str, value: Any, origin: str) -> ConfigError:
-    near = [known for known in _fields() if known.split(".")[-1] in name or name in known]
-    hint = f"did you mean {near[0]}?" if near else "known settings: " + ", ".join(sorted(_fields()))
-    return ConfigError(f"unknown setting {name} = {value!r} in {origin}", hint=hint)
+def _unknown(name: str, value: Any, source: str) -> ConfigError:
+    setting = f"{name} = {value!r} in {source}"
+    if name in REMOVED:
+        instead = REMOVED[name]
+        reason = f"was replaced by {instead}" if instead else "is a constant now"
+        return ConfigError(f"{setting} {reason}", hint=f"set {instead}" if instead else "remove it")
+    near = [known for known in all_settings() if known.split(".")[-1] in name or name in known]
+    hint = f"did you mean {near[0]}?" if near else "known settings: " + ", ".join(sorted(all_settings()))
+    return ConfigError(f"unknown setting {setting}", hint=hint)
 
 
-def _from_text(name: str, text: str, kind: type, origin: str) -> Any:
+def _build(values: Mapping[str, Given]) -> Config:
+    types = all_settings()
+    top: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {}
+    for name, given in values.items():
+        section, _, leaf = name.rpartition(".")
+        target = sections.setdefault(section, {}) if section else top
+        target[leaf] = _convert(name, given, types[name][0])
+    kinds = _sections()
+    top |= {section: kinds[section](**leaves) for section, leaves in sections.items()}
+    return Config(**top)
+
+
+def _convert(name: str, given: Given, kind: Any) -> Any:
+    value = BOOLEANS.get(given.value.lower(), given.value) if given.text and kind is bool else given.value
     try:
-        if kind is bool:
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
-        return kind(text)
-    except (KeyError, ValueError) as error:
+        return msgspec.convert(value, kind, strict=not given.text)
+    except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{name} = {text!r} in {origin} is not a valid {kind.__name__}", hint=f"give a {kind.__name__}"
+            f"{name} = {given.value!r} (from {given.source}) is not valid: {str(error)[0].lower()}{str(error)[1:]}",
+            hint=_choices(kind),
         ) from error
 
 
-def _from_toml(name: str, value: Any, kind: type, origin: str) -> Any:
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise ConfigError(f"{name} = {value!r} in {origin} is not a valid {kind.__name__}")
-    return value
+def _choices(kind: Any) -> str:
+    """What a field accepts, in words: `2 to 4 or auto`."""
+    match typing.get_origin(kind):
+        case typing.Annotated:
+            number, limits = typing.get_args(kind)
+            return f"{_choices(number)}, {limits.ge} to {limits.le}"
+        case typing.Literal:
+            return " or ".join(typing.get_args(kind))
+        case None:
+            return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+    return " or ".join(_choices(one) for one in typing.get_args(kind))
 
 
 def _to_text(value: Any) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
-
-
-def _build(settings: Mapping[str, tuple[Any, str]]) -> Config:
-    top: dict[str, Any] = {}
-    sections: dict[str, dict[str, Any]] = {}
-    for name, (value, _) in settings.items():
-        section, _, leaf = name.rpartition(".")
-        (sections.setdefault(section, {}) if section else top)[leaf] = value
-    hints = typing.get_type_hints(Config)
-    for section, values in sections.items():
-        top[section] = hints[section](**values)
-    return Config(**top)
-
-
-_RANGES: Mapping[str, tuple[float, float]] = types.MappingProxyType(
-    {
-        "every": (1, 2**31),
-        "arena.slots": (2, 4),
-        "arena.prefault_threads": (1, 64),
-        "arena.memory_limit_bytes": (0, 2**62),
-        "take.budget_ms": (0, 3_600_000),
-        "take.rate_bytes_s": (0, 2**62),
-        "take.small_bytes": (0, 2**30),
-        "take.staging_share": (0, 1),
-        "take.staging_free_share": (0, 0.5),
-        "keeper.lease_s": (0, 30 * 86400),
-        "keeper.fence_s": (0.1, 3600),
-        "keeper.orphan_s": (0, 30 * 86400),
-        "keeper.start_s": (1, 3600),
-        "keeper.request_s": (1, 3600),
-        "keeper.restore_s": (1, 86400),
-        "keeper.seal_threads": (0, 64),
-        "keeper.reader_bytes": (0, 2**62),
-        "parity.losses": (0, 4),
-        "parity.group_size": (2, 36),
-        "parity.deadline_s": (0.1, 86400),
-        "parity.stall_s": (0.1, 86400),
-        "parity.inventory_s": (0.1, 3600),
-        "peers.port": (0, 65535),
-        "peers.streams": (1, 16),
-        "peers.rate_bytes_s": (0, 2**62),
-        "peers.window_bytes": (1 << 24, 2**40),
-        "peers.timeout_s": (0.1, 3600),
-        "peers.dead_s": (0.1, 3600),
-        "launch.restarts": (0, 2**31),
-        "launch.window_s": (1, 30 * 86400),
-        "launch.dead_s": (0.5, 3600),
-        "launch.settle_s": (0, 86400),
-        "launch.store_s": (1, 86400),
-    }
-)
-
-
-def _check(config: Config, origins: Mapping[str, str]) -> None:
-    for name, (kind, _) in _fields().items():
-        section, _, leaf = name.rpartition(".")
-        value: Any = getattr(getattr(config, section) if section else config, leaf)
-        found = f"{name} = {value!r} (from {origins.get(name, 'default')})"
-        if type(value) not in ((float, int) if kind is float else (kind,)):
-            raise ConfigError(f"{found} is not a valid {kind.__name__}", hint=f"give a {kind.__name__}")
-        if name in _RANGES:
-            low, high = _RANGES[name]
-            if not low <= value <= high:
-                raise ConfigError(f"{found} is out of range", hint=f"{low} to {high}")
-    if config.parity.replicated not in ("full", "share"):
-        raise ConfigError(f"parity.replicated = {config.parity.replicated!r} is not known", hint="full or share")
-    tls = (config.peers.tls_cert, config.peers.tls_key, config.peers.tls_ca)
-    if any(tls) and not all(tls):
-        raise ConfigError("peers.tls_cert, tls_key and tls_ca go together", hint="set all three, or none")
-    if config.keeper.log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"keeper.log_level = {config.keeper.log_level!r} is not a level", hint="INFO")

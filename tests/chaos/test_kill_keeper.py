@@ -16,7 +16,7 @@ from collections import Counter
 import pytest
 from lives import Expectation, Job, Trainers, Zygote, job
 
-from keepstep.config import Config, KeeperConfig
+from keepstep.config import Config
 from keepstep.control.client import KeeperClient
 from keepstep.launcher.keeper_supervisor import KeeperSupervisor
 from keepstep.testing.run import alive, wait_until
@@ -125,7 +125,7 @@ def test_keeper_killed_while_it_restores_gives_the_state_back_through_the_new_tr
 def kill_in_any_order(run: Job, *, rounds: int, seed: int) -> Counter[str]:
     """Keeper and trainers die, alone or together, at any time of a life; only the launcher's agent lives through it."""
     rng, seen = random.Random(seed), Counter[str]()
-    holder = KeeperSupervisor(run.run.identity, Config(keeper=KeeperConfig(start_s=20.0)))
+    holder = KeeperSupervisor(run.run.identity, Config())
     expect = Expectation()
     try:
         for number in range(1, rounds + 1):

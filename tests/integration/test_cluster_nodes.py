@@ -112,15 +112,14 @@ def test_a_frozen_node_is_given_up_and_waits_as_a_spare_when_it_thaws() -> None:
 
 @pytest.mark.chaos
 def test_without_its_store_a_job_goes_on_until_it_needs_a_round() -> None:
-    environ = {"KEEPSTEP_LAUNCH_STORE_S": "3"}
-    with LocalCluster(nodes=2, script=SCRIPT, arguments=[LONG], environ=environ) as cluster:
+    with LocalCluster(nodes=2, script=SCRIPT, arguments=[LONG]) as cluster:
         cluster.train(until=10)
         cluster.kill_store()
         cluster.wait_step(100)
         cluster.node(0).kill_trainer()
         for node in cluster.nodes:
             assert node.agent is not None
-            assert node.agent.wait(60) == 1, cluster.tails()
+            assert node.agent.wait(90) == 1, cluster.tails()
             assert "no quorum" in node.log.read_text()
             assert node.status().memory_bytes > 0, "the keeper holds the state"
 
@@ -128,11 +127,8 @@ def test_without_its_store_a_job_goes_on_until_it_needs_a_round() -> None:
 @pytest.mark.chaos
 def test_a_node_that_is_cut_off_is_replaced_and_stops_by_itself() -> None:
     network = Namespaces()
-    environ = {"KEEPSTEP_LAUNCH_STORE_S": "8"}
     arguments = [LONG, "0.05", "1", "plain"]
-    with LocalCluster(
-        nodes=2, spares=1, script=SCRIPT, arguments=arguments, environ=environ, network=network
-    ) as cluster:
+    with LocalCluster(nodes=2, spares=1, script=SCRIPT, arguments=arguments, network=network) as cluster:
         try:
             cluster.train(until=20)
         except ConfigError as error:

@@ -36,17 +36,16 @@ def test_trainers_of_two_nodes_agree_on_each_incarnation_before_or_after_they_ha
 def test_a_node_that_never_comes_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
-    from keepstep.config import Config, KeeperConfig
+    from keepstep.config import Config
     from keepstep.errors import KeeperError
     from keepstep.testing.run import LocalRun
-    from keepstep.trainer.connection.agreement import meet
+    from keepstep.trainer.connection import agreement
     from keepstep.trainer.connection.world import RankPlace
 
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    with LocalRun() as run:
-        config = Config(keeper=KeeperConfig(request_s=6))
-        with pytest.raises(KeeperError, match="the trainers of all nodes did not come in time"):
-            meet(run.identity, config, RankPlace(0, 2, 0, 1))
+    monkeypatch.setattr(agreement, "REQUEST_S", 6)
+    with LocalRun() as run, pytest.raises(KeeperError, match="the trainers of all nodes did not arrive within 6 s"):
+        agreement.meet(run.identity, Config(), RankPlace(0, 2, 0, 1))

@@ -48,7 +48,7 @@ class Trial:
     @property
     def environ(self) -> dict[str, str]:
         # Without fingerprints: the fence alone must hold, and not by voiding what it failed to protect.
-        throttled = {"KEEPSTEP_TAKE_RATE_BYTES_S": "4000000", "KEEPSTEP_TAKE_FINGERPRINT": "0"}
+        throttled = {"KEEPSTEP_TAKE_RATE_BYTES_S": "4000000", "KEEPSTEP_TAKE_FINGERPRINT": "off"}
         return {"KEEPSTEP_EVERY": str(self.every), **(throttled if self.rush else {})}
 
     def arguments(self, out: Path, *options: str) -> list[str]:

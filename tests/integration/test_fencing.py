@@ -29,7 +29,7 @@ from lives import SCRIPT, Expectation, Zygote, job
 from steps import read_log
 
 import keepstep
-from keepstep.config import Config, KeeperConfig
+from keepstep.config import Config
 from keepstep.control import framing
 from keepstep.control import messages as p
 from keepstep.control.client import KeeperClient
@@ -165,7 +165,7 @@ def test_a_zombie_of_an_older_incarnation_is_dead_before_the_new_one_restores(zy
 def test_a_zombie_that_never_came_back_to_the_new_keeper_is_fenced_too(zygote: Zygote) -> None:
     """Stopped in mid-copy when its keeper dies: the keeper that takes over has never met it, and it holds a map."""
     with job(zygote, settings=RATE) as made:
-        holder = KeeperSupervisor(made.run.identity, Config(keeper=KeeperConfig(start_s=20.0)))
+        holder = KeeperSupervisor(made.run.identity, Config())
         try:
             holder.status(timeout_s=30.0, patient=True)
             zombie = made.start({"KEEPSTEP_INCARNATION": "1:1"}, pace_s=PACE_S)

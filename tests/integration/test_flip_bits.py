@@ -22,7 +22,7 @@ import keepstep
 from keepstep.arena import records as h
 from keepstep.arena.records import PAGE
 from keepstep.arena.slots import DIGEST_BYTES, GRANT_PAGE, LEDGER_PAGE, PROGRESS_PAGE, Arena
-from keepstep.config import Config, KeeperConfig
+from keepstep.config import Config
 from keepstep.control.messages import Done, Release
 from keepstep.launcher.keeper_supervisor import KeeperSupervisor
 from keepstep.testing.run import LocalRun, wait_until
@@ -57,7 +57,7 @@ class Case:
     def __init__(self, run: LocalRun) -> None:
         self.run = run
         self.step = 0
-        self.holder = KeeperSupervisor(run.identity, Config(keeper=KeeperConfig(start_s=20.0)))
+        self.holder = KeeperSupervisor(run.identity, Config())
         self.holder.status(timeout_s=30.0, patient=True)
 
     @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from keepstep.config import Config, KeeperConfig
+from keepstep.config import Config
 from keepstep.control.client import KeeperClient
 from keepstep.control.messages import Done, Hold, Release, StatusIs, WantArenas, WantStatus
 from keepstep.errors import KeeperError
@@ -104,9 +104,7 @@ class Node:
 @pytest.fixture
 def node() -> Iterator[Node]:
     base = Path(tempfile.mkdtemp(dir="/tmp"))
-    made = Node(
-        Identity("holder-test", "node", base / "r", outlives_launch=True), Config(keeper=KeeperConfig(start_s=20.0))
-    )
+    made = Node(Identity("holder-test", "node", base / "r", outlives_launch=True), Config())
     try:
         yield made
     finally:

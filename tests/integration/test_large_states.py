@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,6 @@ import pytest
 import torch
 
 import keepstep
-from keepstep.config import KeeperConfig
 from keepstep.layout import SnapshotSize
 from keepstep.testing.run import LocalRun
 from keepstep.trainer.capture.scattered import Scattered
@@ -65,6 +66,19 @@ def run() -> Iterator[LocalRun]:
         yield made
 
 
+EAGER_KEEPER = """
+from keepstep.keeper.workers import sealing
+sealing.LEAST_BYTES = 1
+from keepstep.keeper.__main__ import main
+raise SystemExit(main(["--detach"]))
+"""
+
+
+def start_eager_keeper(run: LocalRun) -> None:
+    """A keeper that has its reader checksum snapshots of any size."""
+    subprocess.run([sys.executable, "-c", EAGER_KEEPER], env={**os.environ, **run.environ}, check=True)
+
+
 def readers_of(run: LocalRun) -> list[int]:
     """The children of the run's keeper."""
     keeper = run.keeper_pid()
@@ -110,7 +124,8 @@ def test_restore_through_the_ring_is_exact(run: LocalRun, monkeypatch: pytest.Mo
 
 
 def test_snapshots_are_sealed_and_restored_whatever_becomes_of_the_reader(run: LocalRun) -> None:
-    config = run.config(keeper=KeeperConfig(reader_bytes=1))
+    start_eager_keeper(run)
+    config = run.config()
     before = Training(seed=1)
     killed: list[int] = []
     with keepstep.Snapshotter(before.state, config) as snapshots:
@@ -158,7 +173,8 @@ def test_the_first_snapshots_are_all_looked_at_as_they_should_be(
 
 
 def test_a_flipped_bit_is_found_in_the_map(run: LocalRun) -> None:
-    config = run.config(keeper=KeeperConfig(reader_bytes=1))
+    start_eager_keeper(run)
+    config = run.config()
     training = Training(seed=1)
     with keepstep.Snapshotter(training.state, config) as snapshots:
         snapshots.restore()

@@ -139,7 +139,7 @@ def test_a_refusal_has_its_reason_and_harms_nothing(net: Net) -> None:
 
 
 def test_many_fetches_at_once_all_end(net: Net) -> None:
-    a, b = net.pair(streams=3)
+    a, b = net.pair(num_streams=3)
     things = {b"thing %d" % i: os.urandom(1 + 997 * i) for i in range(60)}
     for name, data in things.items():
         b.keep(name, data)
@@ -154,7 +154,7 @@ def test_many_fetches_at_once_all_end(net: Net) -> None:
 
 
 def test_a_fetch_that_waits_can_be_cancelled(net: Net) -> None:
-    a, b = net.pair(streams=1)
+    a, b = net.pair(num_streams=1)
     gate = threading.Event()
     b.things[b"slow"] = lambda: gate.wait(10) and Body.of_bytes(b"!")  # type: ignore[return-value,dict-item]
     first, _ = a.get(b, b"slow", 1)
@@ -226,7 +226,7 @@ def test_a_peer_that_freezes_in_the_middle_ends_the_fetch_within_dead_s(net: Net
 
 
 def test_a_deadline_is_kept_whatever_the_peer_does(net: Net) -> None:
-    a, b = net.pair(dead_s=20.0, streams=1)
+    a, b = net.pair(dead_s=20.0, num_streams=1)
     gate = threading.Event()
     b.things[b"slow"] = lambda: gate.wait(10) and Body.of_bytes(b"!")  # type: ignore[return-value,dict-item]
     start = time.monotonic()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from transport_nodes import RUN_ID, SECRET, Node, Process, TcpNet, num_sockets, our_threads, until
+from transport_nodes import RUN_ID, SECRET, Node, Process, TcpNet, num_sockets, our_threads, transport_limits, until
 
 from keepstep import faults
 from keepstep.config import PeersConfig
@@ -50,10 +50,12 @@ class Direct:
         self, node_id: str, address: str = "127.0.0.1", *, secret: bytes = SECRET, run_id: str = RUN_ID, **config: Any
     ) -> Node:
         node = Node(node_id, "1")
-        settings = PeersConfig(**({"dead_s": 0.8, "timeout_s": 2.0, "address": address} | config))
+        limits = transport_limits(config)
+        settings = PeersConfig(**({"dead_s": 0.8, "address": address} | config))
         node.peers = TcpTransport(
-            node.card, run_id, secret, settings, on_message=node.on_message, on_link=node.on_link, serve=node.serve
-        )
+            node.card, run_id, secret, settings, on_message=node.on_message, on_link=node.on_link, serve=node.serve,
+            **limits,
+        )  # fmt: skip
         node.card = Peer(node_id, "1", *node.peers.card_address())
         self.nodes.append(node)
         return node
@@ -553,8 +555,8 @@ def test_a_port_can_be_chosen(net: Direct) -> None:
 @pytest.mark.parametrize("capped", ["receiver", "sender", "both"])
 def test_the_rate_is_capped_over_all_streams(net: Direct, capped: str) -> None:
     rate = 20_000_000
-    a = net.make("a", streams=3, rate_bytes_s=rate if capped != "sender" else 0)
-    b = net.make("b", streams=3, rate_bytes_s=rate if capped != "receiver" else 0)
+    a = net.make("a", num_streams=3, rate_bytes_s=rate if capped != "sender" else 0)
+    b = net.make("b", num_streams=3, rate_bytes_s=rate if capped != "receiver" else 0)
     net.acquaint(a, b)
     size, count = 1_000_000, 25
     b.keep(b"thing", bytes(size))
@@ -569,7 +571,7 @@ def test_the_rate_is_capped_over_all_streams(net: Direct, capped: str) -> None:
 def test_a_guest_that_proves_itself_is_let_in_and_may_ask_where_that_is_allowed() -> None:
     """A keeper of an incarnation before does not know who coordinates the next one; the secret is enough."""
     heard: list[str] = []
-    settings = PeersConfig(address="127.0.0.1", dead_s=1.0, timeout_s=3.0)
+    settings = PeersConfig(address="127.0.0.1", dead_s=1.0)
 
     def peers(node_id: str, max_guests: int, instance: str = "1") -> TcpTransport:
         return TcpTransport(

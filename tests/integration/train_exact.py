@@ -47,7 +47,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from keepstep import Config, Restored, Snapshotter, Survives
 
-WIDTH = 160  # 160 x 160 float32 is above take.small_bytes: copied behind `take`, under the fence
+WIDTH = 160  # 160 x 160 float32 is above SMALL_BYTES: copied behind `take`, under the fence
 BATCH = 8
 WAIT_S = 60.0
 OPS_INTO_STEP = 6

@@ -88,6 +88,14 @@ class Node:
         return [reason for node_id, up, reason in self.links if node_id == node.node_id and not up]
 
 
+def transport_limits(config: dict[str, Any]) -> dict[str, Any]:
+    """Of these options, the ones that a transport takes itself; they are removed."""
+    limits = {"timeout_s": config.pop("timeout_s", 2.0)}
+    if "num_streams" in config:
+        limits["num_streams"] = config.pop("num_streams")
+    return limits
+
+
 class Net:
     """What both worlds offer. `make` starts a node, `acquaint` lets all that live meet."""
 
@@ -98,9 +106,9 @@ class Net:
 
     def make(self, node_id: str, instance: str = "1", **config: Any) -> Node:
         node = Node(node_id, instance)
-        settings = PeersConfig(**({"dead_s": 0.6, "timeout_s": 2.0} | config))
+        limits = transport_limits(config)
         self.nodes.append(node)
-        self._start(node, settings)
+        self._start(node, PeersConfig(**({"dead_s": 0.6} | config)), limits)
         return node
 
     def pair(self, **config: Any) -> tuple[Node, Node]:
@@ -126,7 +134,7 @@ class Net:
             for fd in getattr(node, "fds", []):
                 os.close(fd)
 
-    def _start(self, node: Node, config: PeersConfig) -> None:
+    def _start(self, node: Node, config: PeersConfig, limits: dict[str, Any]) -> None:
         raise NotImplementedError
 
 
@@ -144,9 +152,9 @@ class MemoryNet(Net):
     def _by_name(order: Callable[..., None]) -> Callable[..., None]:
         return lambda *nodes: order(*(node.node_id for node in nodes))
 
-    def _start(self, node: Node, config: PeersConfig) -> None:
+    def _start(self, node: Node, config: PeersConfig, limits: dict[str, Any]) -> None:
         node.peers = MemoryTransport(
-            self._hub, node.card, config, on_message=node.on_message, on_link=node.on_link, serve=node.serve
+            self._hub, node.card, config, on_message=node.on_message, on_link=node.on_link, serve=node.serve, **limits
         )
         node.card = node.peers.me
 
@@ -180,15 +188,16 @@ class TcpNet(Net):
     def quiet(self, one: str, other: str) -> bool:
         return bool(self.silent & {frozenset((one, other)), frozenset((one,)), frozenset((other,))})
 
-    def _start(self, node: Node, config: PeersConfig) -> None:
+    def _start(self, node: Node, config: PeersConfig, limits: dict[str, Any]) -> None:
         address = f"127.0.1.{len(self._addresses) + 1}"
         self._addresses[address] = node.node_id
         config = PeersConfig(
             **{name: getattr(config, name) for name in config.given} | {"address": address} | self._tls
         )
         node.peers = TcpTransport(
-            node.card, RUN_ID, SECRET, config, on_message=node.on_message, on_link=node.on_link, serve=node.serve
-        )
+            node.card, RUN_ID, SECRET, config, on_message=node.on_message, on_link=node.on_link, serve=node.serve,
+            **limits,
+        )  # fmt: skip
         proxy = Proxy(self, node.node_id, node.peers.card_address())
         self._proxies.append(proxy)
         node.card = Peer(node.node_id, node.instance, *proxy.address)

@@ -89,7 +89,7 @@ def twin(run: Run, directory: Path) -> Run:
     """The same job, elsewhere on this machine."""
     made = Run(
         directory, losses=run.losses, group_size=run.group_size, size_bytes=run.size_bytes, slots=run.slots,
-        local=run.local, growth=run.growth, parity=run.parity, peers=run.peers,
+        local=run.local, growth=run.growth, limits=run.limits, peers=run.peers,
     )  # fmt: skip
     made.run_id, made.secret = run.run_id, run.secret
     return made

@@ -7,6 +7,7 @@ in here is a mock of keepstep's own code; what is missing is the launcher, whose
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import random
@@ -53,7 +54,7 @@ from keepstep.control.messages import (
 )  # fmt: skip
 from keepstep.errors import Error
 from keepstep.identity import Identity, ensure_private
-from keepstep.keeper.process import Keeper
+from keepstep.keeper.process import Keeper, limits_of
 from keepstep.keeper.transfer.network import SEAT
 from keepstep.layout import Layout, digest
 from keepstep.types import Incarnation, Status, Version
@@ -221,7 +222,9 @@ class Node:
         self.refused = self.memory.give_back(self.launcher)
 
     def _begin(self) -> None:
-        self.keeper = Keeper(self.identity, self.run.config(self.node_id))
+        config = self.run.config(self.node_id)
+        limits = dataclasses.replace(limits_of(config, sidecar=False), **self.run.limits)  # type: ignore[arg-type]
+        self.keeper = Keeper(self.identity, config, limits=limits)
         self.thread = threading.Thread(target=self.keeper.run, name=f"keeper-{self.node_id}", daemon=True)
         self.thread.start()
 
@@ -277,7 +280,7 @@ class Run:
 
     def __init__(
         self, directory: Path, *, losses: int = 1, group_size: int = 8, size_bytes: int = 1000, slots: int = 2,
-        local: int = 1, growth: int = 317, parity: dict[str, float] | None = None,
+        local: int = 1, growth: int = 317, limits: dict[str, float] | None = None,
         peers: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         self.directory, self.losses, self.group_size = directory, losses, group_size
@@ -287,13 +290,13 @@ class Run:
         self.nodes: dict[str, Node] = {}
         self.order: list[str] = []
         self.number = 0
-        self.parity = parity or {}
-        self.peers = {"dead_s": 1.0, "timeout_s": 5.0, "streams": 1} | (peers or {})
+        self.limits = limits or {}
+        self.peers = {"dead_s": 1.0} | (peers or {})
 
     def config(self, node_id: str) -> Config:
         return Config(
             run_id=self.run_id, node_id=node_id, runtime_dir=str(self.directory),
-            parity=ParityConfig(losses=self.losses, group_size=self.group_size, **self.parity),  # type: ignore[arg-type]
+            parity=ParityConfig(losses=self.losses, group_size=self.group_size),
             peers=PeersConfig(address="127.0.0.1", **self.peers),  # type: ignore[arg-type]
             keeper=KeeperConfig(lease_s=60.0),
         )  # fmt: skip

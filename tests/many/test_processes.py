@@ -66,7 +66,7 @@ def test_training_goes_on_when_a_keeper_is_killed(died: str, place: Path) -> Non
 
 @pytest.mark.parametrize("frozen", ["a", "c"])
 def test_training_goes_on_while_a_keeper_is_frozen(frozen: str, place: Path) -> None:
-    with running(place, losses=1, parity={"stall_s": 1.0, "deadline_s": 0.5}) as run:
+    with running(place, losses=1) as run:
         run.add("a", "b", "c")
         run.start(["a", "b", "c"])
         before = run.protect()

@@ -15,7 +15,7 @@ SOON = {"stall_s": 1.0, "deadline_s": 0.5}
 
 
 def test_snapshots_go_on_while_two_peers_cannot_reach_each_other_and_protection_heals(place: Path) -> None:
-    with running(place, losses=1, parity=SOON) as run:
+    with running(place, losses=1, limits=SOON) as run:
         run.add("a", "b", "c")
         run.start(["a", "b", "c"])
         covered = run.protect()
@@ -43,7 +43,7 @@ def test_snapshots_go_on_while_two_peers_cannot_reach_each_other_and_protection_
 @pytest.mark.parametrize("away", ["a", "c"])
 def test_training_goes_on_while_a_node_is_cut_off_and_it_is_protected_again_afterwards(away: str, place: Path) -> None:
     """Nothing can be complete without it; nothing of what there is may be given up, and no trainer may notice."""
-    with running(place, losses=1, parity=SOON) as run:
+    with running(place, losses=1, limits=SOON) as run:
         run.add("a", "b", "c")
         run.start(["a", "b", "c"])
         covered = run.protect()

@@ -53,7 +53,7 @@ def three(place: Path) -> Iterator[Run]:
 @contextlib.contextmanager
 def stranger(run: Run, *, secret: bytes, run_id: str = "", node_id: str = "z") -> Iterator[TcpTransport]:
     """A keeper's voice without a keeper, that knows where the others are."""
-    config = PeersConfig(address="127.0.0.1", dead_s=1.0, timeout_s=2.0, streams=1)
+    config = PeersConfig(address="127.0.0.1", dead_s=1.0)
     peers = TcpTransport(
         Peer(node_id, secrets.token_hex(8)), run_id or run.run_id, secret, config,
         on_message=lambda node_id, data: None, on_link=lambda node_id, up, reason: None,

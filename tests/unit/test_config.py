@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from keepstep import config as configs
+from keepstep.arena.memory_limits import arena_slots
 from keepstep.config import (
     ArenaConfig,
     Config,
@@ -21,12 +22,14 @@ from keepstep.config import (
     TakeConfig,
     as_environment,
     resolve,
+    variable,
 )
 from keepstep.errors import ConfigError
 
-ALL_FIELDS = configs._fields()
+ALL_FIELDS = configs.all_settings()
 TOGETHER = ("peers.tls_cert", "peers.tls_key", "peers.tls_ca")
-FIELDS = {name: found for name, found in ALL_FIELDS.items() if name not in TOGETHER}
+FIELDS = {name: setting for name, setting in ALL_FIELDS.items() if name not in TOGETHER}
+MOST_SETTINGS = 32  # each one is a promise: one that nobody sets is a constant
 SECTIONS = {name: kind for name, kind in typing.get_type_hints(Config).items() if dataclasses.is_dataclass(kind)}
 
 
@@ -35,8 +38,21 @@ def value_of(config: Config, name: str) -> Any:
     return getattr(getattr(config, section) if section else config, leaf)
 
 
-def variable(name: str) -> str:
-    return "KEEPSTEP_" + name.replace(".", "_").upper()
+def number_of(name: str) -> tuple[type, float, float] | None:
+    """Type and range of a setting that is a number."""
+    kind = FIELDS[name][0]
+    annotated = [part for part in (kind, *typing.get_args(kind)) if typing.get_origin(part) is typing.Annotated]
+    if not annotated:
+        return None
+    number, limits = typing.get_args(annotated[0])
+    return number, limits.ge, limits.le
+
+
+NUMBERS = {name: number for name in FIELDS if (number := number_of(name)) is not None}
+
+
+def type_name(name: str) -> str:
+    return NUMBERS[name][0].__name__ if name in NUMBERS else FIELDS[name][0].__name__
 
 
 def other_value(name: str) -> Any:
@@ -44,9 +60,11 @@ def other_value(name: str) -> Any:
     kind, default = FIELDS[name]
     if kind is bool:
         return not default
-    if kind is str:
-        return {"keeper.log_level": "DEBUG", "parity.replicated": "share"}.get(name, f"some {name}")
-    return default / 2 if 0 < default < 1 else default + 1
+    if name in NUMBERS:
+        return 3 if name == "arena.slots" else default / 2 if 0 < default < 1 else default + 1
+    if choices := typing.get_args(kind):
+        return next(choice for choice in choices if choice != default)
+    return f"some {name}"
 
 
 def config_with(name: str, value: Any) -> Config:
@@ -80,11 +98,6 @@ def test_tls_is_set_as_a_whole_or_not_at_all(tmp_path: Path, missing: str) -> No
         resolved(environ={name: value for name, value in whole.items() if name != variable(missing)}, at=tmp_path)
 
 
-def test_replicated_state_is_kept_in_full_or_in_shares(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="full or share"):
-        resolved(environ={"KEEPSTEP_PARITY_REPLICATED": "twice"}, at=tmp_path)
-
-
 # Precedence
 
 
@@ -107,7 +120,7 @@ def test_file_beats_default(tmp_path: Path, name: str) -> None:
 def test_environment_beats_default(tmp_path: Path, name: str) -> None:
     found = resolved(environ={variable(name): env(other_value(name))}, at=tmp_path)
     assert value_of(found, name) == other_value(name)
-    assert type(value_of(found, name)) is FIELDS[name][0]
+    assert type(value_of(found, name)) is type(other_value(name))
 
 
 @pytest.mark.parametrize("name", [name for name, (_, default) in FIELDS.items() if default != ""])
@@ -136,7 +149,7 @@ def test_fields_of_one_section_can_come_from_four_places(tmp_path: Path) -> None
     (tmp_path / "keepstep.toml").write_text("[keeper]\nlease_s = 11\nfence_s = 12\norphan_s = 13\n")
     environ = {"KEEPSTEP_KEEPER_FENCE_S": "22", "KEEPSTEP_KEEPER_ORPHAN_S": "23"}
     keeper = resolved(Config(keeper=KeeperConfig(orphan_s=33.0)), environ, at=tmp_path).keeper
-    assert (keeper.lease_s, keeper.fence_s, keeper.orphan_s, keeper.start_s) == (11.0, 22.0, 33.0, 30.0)
+    assert (keeper.lease_s, keeper.fence_s, keeper.orphan_s, keeper.seal_threads) == (11.0, 22.0, 33.0, 0)
 
 
 def test_empty_variable_counts_as_unset(tmp_path: Path) -> None:
@@ -236,13 +249,13 @@ def test_section_of_another_type_is_refused_and_not_ignored(tmp_path: Path, sect
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("every", "often"), ("every", "1.5"), ("every", "1e3"), ("rng", "maybe"), ("rng", "2"),
-        ("keeper.lease_s", "ten"), ("arena.slots", "0x2"),
+        ("every", "often"), ("every", "1.5"), ("every", "0x2"), ("rng", "maybe"), ("rng", "2"),
+        ("keeper.lease_s", "ten"),
     ],
 )  # fmt: skip
 def test_variable_of_the_wrong_type_is_refused(tmp_path: Path, name: str, text: str) -> None:
     error = refused(environ={variable(name): text}, at=tmp_path)
-    assert_names(error, f"{name} = {text!r}", variable(name), FIELDS[name][0].__name__)
+    assert_names(error, f"{name} = {text!r}", variable(name), type_name(name))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +265,7 @@ def test_variable_of_the_wrong_type_is_refused(tmp_path: Path, name: str, text: 
 def test_file_with_a_value_of_the_wrong_type_is_refused(tmp_path: Path, name: str, text: str) -> None:
     section, _, leaf = name.rpartition(".")
     (tmp_path / "keepstep.toml").write_text((f"[{section}]\n" if section else "") + f"{leaf} = {text}\n")
-    assert_names(refused(at=tmp_path), f"{name} = ", tmp_path / "keepstep.toml", FIELDS[name][0].__name__)
+    assert_names(refused(at=tmp_path), f"{name} = ", tmp_path / "keepstep.toml", type_name(name))
 
 
 @pytest.mark.parametrize(
@@ -260,44 +273,79 @@ def test_file_with_a_value_of_the_wrong_type_is_refused(tmp_path: Path, name: st
     [
         ("every", "2"), ("every", 2.0), ("every", True), ("every", None), ("rng", "no"), ("rng", 1), ("run_id", 7),
         ("run_id", None), ("node_id", b"a"), ("runtime_dir", Path("/x")), ("keeper.lease_s", "9"),
-        ("keeper.lease_s", True), ("keeper.log_level", 10),
+        ("keeper.lease_s", True), ("keeper.log_file", 10),
     ],
 )  # fmt: skip
 def test_argument_of_the_wrong_type_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     error = refused(config_with(name, value), at=tmp_path)
-    assert_names(error, f"{name} = {value!r}", "argument", FIELDS[name][0].__name__)
+    assert_names(error, f"{name} = {value!r}", "argument", type_name(name))
 
 
 def test_whole_number_is_a_float_too(tmp_path: Path) -> None:
     assert resolved(Config(keeper=KeeperConfig(lease_s=5)), at=tmp_path).keeper.lease_s == 5
 
 
-@pytest.mark.parametrize("name", configs._RANGES)
+@pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_out_of_range_are_refused_wherever_they_come_from(tmp_path: Path, name: str) -> None:
-    low, high = configs._RANGES[name]
-    kind = FIELDS[name][0]
-    for bad in (kind(low) - 1, kind(high) * 2 + 1):
-        assert_names(refused(config_with(name, bad), at=tmp_path), f"{name} = {bad!r}", "argument", "out of range")
+    kind, low, high = NUMBERS[name]
+    for bad, limit in ((kind(low) - 1, f">= {low}"), (kind(high) * 2 + 1, f"<= {high}")):
+        with pytest.raises(ConfigError) as caught:
+            resolved(config_with(name, bad), at=tmp_path)
+        assert_names(str(caught.value), f"{name} = {bad!r}", "argument", limit, f"{low} to {high}")
         error = refused(environ={variable(name): str(bad)}, at=tmp_path)
-        assert_names(error, f"{name} = {bad!r}", variable(name), "out of range", f"{low} to {high}")
+        assert_names(error, f"{name} = '{bad}'", variable(name), limit)
     toml(tmp_path, name, kind(low) - 1)
-    assert_names(refused(at=tmp_path), "out of range", tmp_path / "keepstep.toml")
+    assert_names(refused(at=tmp_path), f">= {low}", tmp_path / "keepstep.toml")
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999"])
 def test_number_that_is_not_finite_is_refused(tmp_path: Path, text: str) -> None:
-    assert_names(refused(environ={"KEEPSTEP_KEEPER_LEASE_S": text}, at=tmp_path), "keeper.lease_s", "out of range")
+    assert_names(refused(environ={"KEEPSTEP_KEEPER_LEASE_S": text}, at=tmp_path), "keeper.lease_s", "is not valid")
 
 
 def test_every_number_has_a_range_and_its_default_lies_in_it() -> None:
-    assert set(configs._RANGES) == {name for name, (kind, _) in FIELDS.items() if kind in (int, float)}
-    for name, (low, high) in configs._RANGES.items():
-        assert low <= FIELDS[name][1] <= high
+    plain = {name for name, (kind, _) in FIELDS.items() if kind in (int, float)}
+    assert not plain
+    for name, (_, low, high) in NUMBERS.items():
+        assert FIELDS[name][1] == "auto" or low <= FIELDS[name][1] <= high
 
 
-def test_log_level_that_is_none_is_refused(tmp_path: Path) -> None:
-    assert_names(refused(environ={"KEEPSTEP_KEEPER_LOG_LEVEL": "loud"}, at=tmp_path), "keeper.log_level", "'loud'")
-    assert resolved(environ={"KEEPSTEP_KEEPER_LOG_LEVEL": "debug"}, at=tmp_path).keeper.log_level == "debug"
+@pytest.mark.parametrize("name", ["take.fingerprint", "parity.replicated", "arena.slots"])
+def test_choice_that_does_not_exist_is_refused_with_the_choices(tmp_path: Path, name: str) -> None:
+    error = refused(environ={variable(name): "loud"}, at=tmp_path)
+    assert_names(error, name, "'loud'")
+    with pytest.raises(ConfigError) as caught:
+        resolved(config_with(name, "loud"), at=tmp_path)
+    choices = [choice for choice in typing.get_args(FIELDS[name][0]) if isinstance(choice, str)]
+    for choice in choices or ["auto"]:
+        assert choice in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", configs.REMOVED)
+def test_removed_setting_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    reason = "was replaced by" if configs.REMOVED[name] else "is a constant now"
+    for empty in ("", "5"):
+        error = refused(environ={variable(name): empty}, at=tmp_path)
+        assert_names(error, f"{name} = {empty!r}", variable(name), reason)
+    toml(tmp_path, name, 5)
+    assert_names(refused(at=tmp_path), f"{name} = 5", tmp_path / "keepstep.toml", reason)
+
+
+def test_removed_settings_name_settings_that_exist_and_are_none_themselves() -> None:
+    for name, instead in configs.REMOVED.items():
+        assert name not in ALL_FIELDS
+        assert not instead or instead.split(" ")[0] in ALL_FIELDS
+
+
+def test_number_of_settings_stays_small() -> None:
+    assert len(ALL_FIELDS) <= MOST_SETTINGS
+
+
+def test_slots_are_a_number_or_decided_by_keepstep(tmp_path: Path) -> None:
+    assert arena_slots(resolved(at=tmp_path).arena) == 2
+    assert arena_slots(resolved(Config(arena=ArenaConfig(slots=4)), at=tmp_path).arena) == 4
+    assert arena_slots(resolved(environ={"KEEPSTEP_ARENA_SLOTS": "3"}, at=tmp_path).arena) == 3
+    assert arena_slots(resolved(environ={"KEEPSTEP_ARENA_SLOTS": "auto"}, at=tmp_path).arena) == 2
 
 
 @pytest.mark.parametrize("content", [b"every = = 2", b"\xff\xfe", b"every = 2\nevery = 3\n"])

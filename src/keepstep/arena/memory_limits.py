@@ -10,11 +10,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep.config import ArenaConfig
 from keepstep.errors import KeeperError
 
 # Left to the rest of the job: page tables, sockets, the keeper itself.
 RESERVE_BYTES = 64 << 20
 UNLIMITED = 1 << 60
+AUTO_SLOTS = 2  # one complete version, and one that is written
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class MemoryLimits:
 def measure(root: Path = Path("/")) -> MemoryLimits:
     limit, used = _cgroup(root)
     return MemoryLimits(_mem_available(root), limit, used)
+
+
+def arena_slots(config: ArenaConfig) -> int:
+    """How many snapshots an arena holds: `arena.slots`, with `auto` decided."""
+    return AUTO_SLOTS if config.slots == "auto" else config.slots
 
 
 def check(need_bytes: int, what: str, *, room: MemoryLimits, memory_limit_bytes: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 A run of this user is known by the card that its keeper leaves in the runtime directory. The directory
 must be private, as the keeper demands it: a stranger's cards would name processes that drills kill.
-Every question has a deadline: `ANSWER_S` for the status, `keeper.request_s` on the control socket.
+Every question has a deadline: `ANSWER_S` for the status, `REQUEST_S` on the control socket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 
 from keepstep.arena.slots import Arena
 from keepstep.config import Config, resolve
-from keepstep.control.client import KeeperClient
+from keepstep.control.client import REQUEST_S, KeeperClient
 from keepstep.control.messages import Hold, WantArenas
 from keepstep.control.status import fetch_status
 from keepstep.errors import Error, KeeperError
@@ -196,7 +196,7 @@ def read_status(run_id: str | None = None, node_id: str | None = None, runtime_d
 @contextlib.contextmanager
 def connect(identity: Identity, config: Config) -> Iterator[KeeperClient]:
     """A control connection for the length of a `with` block."""
-    link = KeeperClient(identity, "cli", timeout_s=config.keeper.request_s)
+    link = KeeperClient(identity, "cli", timeout_s=REQUEST_S)
     try:
         yield link
     finally:
@@ -223,7 +223,7 @@ class BorrowedArenas:
 @contextlib.contextmanager
 def borrow_arenas(link: KeeperClient, config: Config) -> Iterator[BorrowedArenas]:
     """Look into the arenas without the keeper; the descriptors go back at the end of the block."""
-    hold, fds = link.request(WantArenas(), Hold, timeout_s=config.keeper.request_s)
+    hold, fds = link.request(WantArenas(), Hold, timeout_s=REQUEST_S)
     borrowed = BorrowedArenas()
     try:
         for arena_id, fd in zip(hold.arena_ids, fds, strict=True):

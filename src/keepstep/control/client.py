@@ -30,6 +30,8 @@ from keepstep.errors import KeeperError
 from keepstep.identity import Identity
 
 CONNECT_S = 5.0
+REQUEST_S = 60.0  # Deadline for an answer, restoring and memory excepted: a keeper that takes longer hangs
+RESTORE_S = 600.0  # Deadline for what reads or makes memory: the decision what to restore, verification, new arenas
 Push = Callable[[Any, list[int]], None]
 M = TypeVar("M")
 

@@ -17,6 +17,7 @@ from keepstep.errors import KeeperError
 from keepstep.identity import Identity, ensure_private
 
 ALREADY_RUNNING = 75
+START_S = 30.0  # Deadline for a keeper that starts: a new interpreter, on a node that starts its trainers too
 
 
 def start_keeper(identity: Identity, config: Config) -> None:
@@ -34,7 +35,7 @@ def start_keeper(identity: Identity, config: Config) -> None:
     try:
         done = subprocess.run(
             command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            timeout=config.keeper.start_s, start_new_session=True, check=False,
+            timeout=START_S, start_new_session=True, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KeeperError(f"the keeper could not be started: {error}", hint="keepstep doctor") from error

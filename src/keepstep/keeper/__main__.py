@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 def serve(identity: Identity, config: Config) -> None:
     """In the foreground, before the job: systemd, a sidecar. Waits for its first trainer without a limit."""
     keeper = Keeper(identity, config, sidecar=True)
-    _log_to(None, config)
+    _log_to(None)
     _avoid_oom_killer()
     keeper.run()
 
@@ -91,7 +91,7 @@ def _serve_detached(identity: Identity, config: Config, write: int) -> None:
     try:
         keeper = Keeper(identity, config)
         _close_standard_streams()
-        _log_to(Path(config.keeper.log_file) if config.keeper.log_file else identity.directory / "keeper.log", config)
+        _log_to(Path(config.keeper.log_file) if config.keeper.log_file else identity.directory / "keeper.log")
         _avoid_oom_killer()
     except AlreadyRunningError as error:
         os.write(write, f"{ALREADY_RUNNING} {error}".encode())
@@ -115,12 +115,12 @@ def _close_standard_streams() -> None:
     os.close(null)
 
 
-def _log_to(path: Path | None, config: Config) -> None:
+def _log_to(path: Path | None) -> None:
     handler: logging.Handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logger = logging.getLogger("keepstep")
     logger.addHandler(handler)
-    logger.setLevel(config.keeper.log_level.upper())
+    logger.setLevel(logging.INFO)
     logger.propagate = False
 
 

@@ -86,12 +86,14 @@ log = logging.getLogger("keepstep.keeper")
 class Keeper:
     """Runs until released, told to end, or its lease is over."""
 
-    def __init__(self, identity: Identity, config: Config, *, sidecar: bool = False) -> None:
+    def __init__(
+        self, identity: Identity, config: Config, *, sidecar: bool = False, limits: Limits | None = None
+    ) -> None:
         self.identity = identity
         self.instance = secrets.token_hex(16)
         self.post = KeeperDirectory(identity)
         self.config = config
-        self.core = Core(limits_of(config, sidecar=sidecar), NodeCard(identity.node_id, self.instance, "", 0))
+        self.core = Core(limits or limits_of(config, sidecar=sidecar), NodeCard(identity.node_id, self.instance, "", 0))
         self.network: KeeperNetwork | None = None
         """opened when somebody asks for this keeper's card: a node alone listens to nobody"""
         self.arenas: dict[str, Arena] = {}
@@ -553,5 +555,5 @@ def limits_of(config: Config, *, sidecar: bool) -> Limits:
     keeper, parity = config.keeper, config.parity
     return Limits(
         keeper.lease_s, keeper.fence_s, keeper.orphan_s, sidecar, parity.losses, parity.group_size,
-        parity.deadline_s, parity.stall_s, parity.inventory_s, config.peers.dead_s,
+        dead_s=config.peers.dead_s,
     )  # fmt: skip

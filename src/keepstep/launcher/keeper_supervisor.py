@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from keepstep.config import Config
-from keepstep.control.client import CONNECT_S, KeeperClient
+from keepstep.control.client import CONNECT_S, REQUEST_S, KeeperClient
 from keepstep.control.held_memory import HeldMemory
 from keepstep.control.membership import with_own_card
 from keepstep.control.messages import (
@@ -61,7 +61,7 @@ class KeeperSupervisor:
     def __init__(self, identity: Identity, config: Config) -> None:
         self._identity, self._config = identity, config
         self._changed = threading.Condition()
-        self._memory = HeldMemory(request_timeout_s=config.keeper.request_s)
+        self._memory = HeldMemory(request_timeout_s=REQUEST_S)
         self._client: KeeperClient | None = None
         self.moved: Callable[[CardIs], None] = lambda card: None
         """told when a keeper in mid-round has another address than the one before; on the helper thread"""
@@ -130,7 +130,7 @@ class KeeperSupervisor:
                 if left <= 0 or (self._failures > failures and not patient):
                     raise KeeperError(
                         f"this node's keeper is not up: {self._problem or 'it did not answer in time'}",
-                        hint="keepstep doctor; KEEPSTEP_KEEPER_START_S waits longer",
+                        hint="keepstep doctor",
                     ) from self._problem
                 self._changed.wait(left)
             return self._client
@@ -176,7 +176,7 @@ class KeeperSupervisor:
             self._memory.give_back(client)
             if (card := self._memory.reintroduce(client)) is not None:
                 self.moved(card)
-            client.request(LauncherHello(os.getpid()), Done, timeout_s=self._config.keeper.request_s)
+            client.request(LauncherHello(os.getpid()), Done, timeout_s=REQUEST_S)
             with self._changed:
                 if self._closed:
                     raise KeeperError("this launcher has shut down")

@@ -35,8 +35,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from keepstep.config import Config
+from keepstep.control.client import REQUEST_S
 from keepstep.control.membership import NodeClaim, RoundAgreement, check_losses, membership, read_secret
 from keepstep.control.messages import CardIs, NodeCard
+from keepstep.control.spawn import START_S
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
 from keepstep.launcher.agent import (
@@ -54,6 +56,9 @@ from keepstep.launcher.rounds import RoundRules
 JOIN_S, CLOSE_S, READ_S = 600, 30, 60  # as torch's
 FIRST_CALL_S, LAST_CALL_S = 30, 3  # nodes boot at different times, once; later rounds know who lives
 CONNECT_S = 5.0  # for one attempt to reach the store
+STORE_S = 30.0  # an agent without workers waits this long for a store that does not answer: it may be restarting
+RESTART_WINDOW_S = 3600.0  # of launch.restarts
+SETTLE_S = 30.0  # a round stands this long before it is ended to let one more node in: nodes boot at different times
 
 log = logging.getLogger("keepstep.launcher")
 
@@ -69,7 +74,7 @@ class KeepstepRendezvous(RendezvousHandler):
         self._holder = KeeperSupervisor(identity, config)
         self._holder.moved = self._keeper_moved
         self._attendance = RendezvousAgent(
-            identity.node_id, self._rules(), connect=lambda: self._connect(CONNECT_S), store_s=config.launch.store_s
+            identity.node_id, self._rules(), connect=lambda: self._connect(CONNECT_S), store_s=STORE_S
         )
         self._server: TCPStore | None = None
         self._member: SeatedAgent | None = None
@@ -127,14 +132,14 @@ class KeepstepRendezvous(RendezvousHandler):
         """Every round after the first is a restart; too many within the window end the job."""
         if self._member is None:
             return
-        budget, now = self._config.launch, time.monotonic()
+        allowed, now = self._config.launch.restarts, time.monotonic()
         self._restarts.append(now)
-        while self._restarts[0] < now - budget.window_s:
+        while self._restarts[0] < now - RESTART_WINDOW_S:
             self._restarts.popleft()
-        if len(self._restarts) > budget.restarts:
+        if len(self._restarts) > allowed:
             raise _refusal(
-                f"the job wants its restart number {len(self._restarts)} within {budget.window_s:g} s, "
-                f"launch.restarts allows {budget.restarts}",
+                f"the job wants its restart number {len(self._restarts)} within {RESTART_WINDOW_S:g} s, "
+                f"launch.restarts allows {allowed}",
                 hint="the workers' first error says why they fail; KEEPSTEP_LAUNCH_RESTARTS allows more",
             )
 
@@ -142,7 +147,7 @@ class KeepstepRendezvous(RendezvousHandler):
 
     def _introduce_myself(self) -> tuple[NodeClaim, list[NodeCard]]:
         """What this node brings; one that is alone needs no card, only a number that is new."""
-        timeout_s, patient = self._config.keeper.start_s, self._member is not None
+        timeout_s, patient = START_S, self._member is not None
         try:
             if not self._alone:
                 card = self._holder.card(timeout_s=timeout_s, patient=patient)
@@ -216,7 +221,7 @@ class KeepstepRendezvous(RendezvousHandler):
             check_losses(self._config.parity.losses, len(agreed.nodes))
             if len(agreed.nodes) > 1 or agreed.former:
                 told = membership(agreed, rank, self._secret)
-                self._holder.introduce(told, timeout_s=self._config.keeper.request_s)
+                self._holder.introduce(told, timeout_s=REQUEST_S)
         except Error as error:
             self._attendance.give_up(round_, f"node {self._identity.node_id} refuses it: {error.message}")
             raise _refusal(error.message, hint=error.hint) from error
@@ -244,11 +249,11 @@ class KeepstepRendezvous(RendezvousHandler):
         return f"{self._served.host}:{self._served.port}"
 
     def _rules(self) -> RoundRules:
-        launch, params = self._config.launch, self._params
+        dead_s, params = self._config.peers.dead_s, self._params
         return RoundRules(
-            params.min_nodes, params.max_nodes, launch.dead_s, launch.settle_s,
+            params.min_nodes, params.max_nodes, dead_s, SETTLE_S,
             first_call_s=self._seconds("last_call", FIRST_CALL_S), last_call_s=self._seconds("last_call", LAST_CALL_S),
-            grace_s=2 * launch.dead_s,
+            grace_s=2 * dead_s,
         )  # fmt: skip
 
     def _seconds(self, name: str, default: int) -> int:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BACKEND = "keepstep"
 LOCAL_ENDPOINT = "localhost:0"
-MAX_RESTARTS = 1_000_000  # keepstep keeps its own budget, launch.restarts per launch.window_s
+MAX_RESTARTS = 1_000_000  # keepstep keeps its own budget, launch.restarts per hour
 
 
 def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:

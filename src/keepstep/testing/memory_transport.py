@@ -26,6 +26,8 @@ from keepstep.transport.interface import (
     MAX_QUEUED_BYTES,
     MAX_QUEUED_FETCHES,
     MAX_QUEUED_MESSAGES,
+    NUM_STREAMS,
+    TIMEOUT_S,
     Body,
     Fetched,
     OnLink,
@@ -104,11 +106,20 @@ class MemoryTransport:
     """`Peers` over a hub."""
 
     def __init__(
-        self, hub: MemoryHub, me: Peer, config: PeersConfig, *, on_message: OnMessage, on_link: OnLink, serve: Serve
+        self,
+        hub: MemoryHub,
+        me: Peer,
+        config: PeersConfig,
+        *,
+        on_message: OnMessage,
+        on_link: OnLink,
+        serve: Serve,
+        num_streams: int = NUM_STREAMS,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.me = Peer(me.node_id, me.instance, "memory", next(hub.ports))
         self._hub = hub
-        self._traffic = Traffic(config)
+        self._traffic = Traffic(config, num_streams=num_streams, timeout_s=timeout_s)
         self._on_message, self._on_link, self._serve = on_message, on_link, serve
         self._crew = ThreadGroup()
         self._known: dict[str, Peer] = {}
@@ -179,7 +190,7 @@ class MemoryTransport:
                 refused = f"{MAX_QUEUED_FETCHES} fetches wait already"
             else:
                 waiting.append(fetch)
-                if self._num_streams.get(node_id, 0) < self._traffic.config.streams:
+                if self._num_streams.get(node_id, 0) < self._traffic.num_streams:
                     self._num_streams[node_id] = self._num_streams.get(node_id, 0) + 1
                     self._crew.start(f"fetch-{node_id}", lambda: self._stream(node_id))
         if refused:

@@ -122,7 +122,7 @@ class Namespaces:
 
     def environ(self, node_id: str) -> dict[str, str]:
         keepers = self._address(node_id, self._devices[-1])
-        return {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE, "KEEPSTEP_ADDRESS": keepers}
+        return {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE, "KEEPSTEP_PEERS_ADDRESS": keepers}
 
     # What a test does to it
 

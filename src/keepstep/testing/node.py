@@ -40,7 +40,7 @@ class Node:
         cluster = self._cluster
         environ = cluster.environ | {
             "KEEPSTEP_NODE_ID": self.node_id, "KEEPSTEP_RUNTIME_DIR": str(self.identity.runtime_dir),
-            "KEEPSTEP_ADDRESS": self.address, NODE: self.node_id,
+            "KEEPSTEP_PEERS_ADDRESS": self.address, NODE: self.node_id,
         } | cluster.network.environ(self.node_id)  # fmt: skip
         command = cluster.network.inside(self.node_id, cluster.agent_command(self.address))
         with self.log.open("ab") as log:

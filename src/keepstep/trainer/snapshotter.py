@@ -20,6 +20,7 @@ import torch
 
 from keepstep.arena.records import Grant
 from keepstep.config import Config, resolve
+from keepstep.control.client import RESTORE_S
 from keepstep.control.messages import Committed, Complete, Done, Loaded, Protected, Void, Voided
 from keepstep.errors import CaptureError, ConfigError
 from keepstep.layout import SnapshotSize
@@ -37,6 +38,7 @@ from keepstep.trainer.connection.world import World
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.rank_arena import RankArena
 from keepstep.trainer.plan import arena_size
+from keepstep.trainer.plan.copy_plan import SMALL_BYTES
 from keepstep.trainer.plan.plan_cache import CachedPlan, PlanCache
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.replication import Replicas
@@ -85,7 +87,7 @@ class Snapshotter:
         self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
         self._survey = PlanCache(
             StateReader(self._items, rng=self.config.rng, grads=self.config.grads), self._fence, self._sharing,
-            self._replicas, Stillness(restless=bool(self._sharded)), self.config.take.small_bytes,
+            self._replicas, Stillness(restless=bool(self._sharded)), SMALL_BYTES,
         )  # fmt: skip
         self._memory = RankArena(self._link, self.config.arena)
         self._link.arena_id = lambda: self._memory.arena_id
@@ -131,7 +133,7 @@ class Snapshotter:
 
     def _begin(self, step: int | None) -> None:
         """Ready for the first step; returns when all ranks are."""
-        self._link.request(Loaded(step), Done, timeout_s=self.config.keeper.restore_s)
+        self._link.request(Loaded(step), Done, timeout_s=RESTORE_S)
         self._link.ready = True
 
     # What other nodes hold too

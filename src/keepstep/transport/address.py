@@ -48,7 +48,7 @@ def listen_on(address: str, port: int) -> socket.socket:
         sock.close()
         raise ConfigError(
             f"cannot listen on {address} port {port}: {error.strerror}",
-            hint="set peers.address (KEEPSTEP_ADDRESS) to an address of this node and peers.port to a free port or 0",
+            hint="set KEEPSTEP_PEERS_ADDRESS to an address of this node and KEEPSTEP_PEERS_PORT to a free port or 0",
         ) from error
     return sock
 

@@ -43,6 +43,8 @@ MAX_QUEUED_FETCHES = 4096
 """per peer; one more fails at once"""
 MAX_REASON_BYTES = 1024
 MAX_STREAMS = 16
+NUM_STREAMS = 2  # connections for bytes, per peer and direction: one alone idles between a request and its answer
+TIMEOUT_S = 10.0  # a connection that moves no byte for this long is given up
 CHECKSUM_BYTES = 16
 
 

@@ -29,7 +29,7 @@ class RequestServer:
             while not self._stopped():
                 wire.limit(math.inf)
                 head = RequestHead.unpack(wire.read_exact(REQUEST_HEAD_BYTES))
-                wire.limit(self._traffic.config.timeout_s)
+                wire.limit(self._traffic.timeout_s)
                 request = wire.read_exact(head.length)
                 self._answer(wire, head, request)
         except PeerFrameError as error:

@@ -57,7 +57,7 @@ class FetchStreams:
 
     def _grow(self) -> None:
         """One more thread if there is work for it. Without one, what waits ends by its deadline."""
-        if self._num_idle < len(self._waiting) and self._num_threads < self._traffic.config.streams:
+        if self._num_idle < len(self._waiting) and self._num_threads < self._traffic.num_streams:
             try:
                 self._crew.start(f"fetch-{self._node_id}-{self._num_threads}", self._work)
                 self._num_threads += 1
@@ -156,7 +156,7 @@ class FetchStreams:
     def _body(self, wire: PeerSocket, fetch: PendingFetch, head: AnswerHead) -> tuple[bytes, str, bytearray | None]:
         target, loose = fetch.target(head.length)
         digest = BodyDigest(fetch.expect, head.checksum)
-        cap, meter, timeout_s = self._traffic.cap_in, self._traffic.meter_in, self._traffic.config.timeout_s
+        cap, meter, timeout_s = self._traffic.cap_in, self._traffic.meter_in, self._traffic.timeout_s
         done = 0
         while done < head.length:
             want = min(cap.slice_bytes, head.length - done)

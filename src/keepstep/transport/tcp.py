@@ -37,7 +37,7 @@ from keepstep.transport.handshake import (
     ListeningHandshake,
     run_key,
 )
-from keepstep.transport.interface import Fetched, OnLink, OnMessage, Peer, Serve
+from keepstep.transport.interface import NUM_STREAMS, TIMEOUT_S, Fetched, OnLink, OnMessage, Peer, Serve
 from keepstep.transport.links import PeerLinks
 from keepstep.transport.serve import RequestServer
 from keepstep.transport.session import PeerSession
@@ -74,6 +74,8 @@ class TcpTransport:
         serve: Serve,
         towards: str = "",
         max_guests: int = 0,
+        num_streams: int = NUM_STREAMS,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         """`secret` may be empty: `admit` comes later. `towards`: with no address set, the one that leads there.
 
@@ -82,7 +84,7 @@ class TcpTransport:
         """
         self._self = KeeperSelf(me.node_id, me.instance, run_id)
         self._key: bytes | None = None
-        self._traffic = Traffic(config)
+        self._traffic = Traffic(config, num_streams=num_streams, timeout_s=timeout_s)
         self._serve = serve
         self._crew = ThreadGroup()
         self._closed = False
@@ -92,7 +94,7 @@ class TcpTransport:
         self._tls = Tls.of(config)
         listener = listen_on(resolve_address(config.address, towards=towards), config.port)
         self._address, self._port = listener.getsockname()[:2]
-        self._door = Listener(listener, self._greet, self._crew, timeout_s=config.timeout_s)
+        self._door = Listener(listener, self._greet, self._crew, timeout_s=timeout_s)
         self._links = PeerLinks(
             me.node_id, self._traffic, dial=self._start_dial, on_message=on_message, on_link=on_link,
             max_guests=max_guests,
@@ -230,7 +232,7 @@ class TcpTransport:
             sock = socket_towards(peer.address, source=self._address)
         except OSError as error:
             raise PeerSocketError(f"cannot connect from {self._address}: {error.strerror}") from None
-        wire = PeerSocket(sock, timeout_s=self._traffic.config.timeout_s)
+        wire = PeerSocket(sock, timeout_s=self._traffic.timeout_s)
         show(wire)
         try:
             wire.connect((peer.address, peer.port), timeout_s=deadline - time.monotonic())

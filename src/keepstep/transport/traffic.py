@@ -9,8 +9,8 @@ from keepstep.transport.throttle import COUNTERS, RateMeter, TokenBucket, Transf
 class Traffic:
     """Both ways."""
 
-    def __init__(self, config: PeersConfig) -> None:
-        self.config = config
+    def __init__(self, config: PeersConfig, *, num_streams: int, timeout_s: float) -> None:
+        self.config, self.num_streams, self.timeout_s = config, num_streams, timeout_s
         self.counters = TransferCounters(*COUNTERS)
         self.cap_in, self.cap_out = TokenBucket(config.rate_bytes_s), TokenBucket(config.rate_bytes_s)
         self.meter_in, self.meter_out = RateMeter(), RateMeter()

@@ -21,7 +21,6 @@ from torch import nn
 
 from keepstep import CaptureError, Config, RecoveryError, Restored, Snapshotter, Survives
 from keepstep.arena import records as h
-from keepstep.config import TakeConfig
 from keepstep.testing.run import LocalRun, wait_until
 from keepstep.trainer.plan import tensor_blocks
 from keepstep.trainer.state.objects import StateObjects
@@ -383,9 +382,10 @@ def test_state_that_grows_at_every_step_outgrows_its_arena_and_is_kept_again(run
     assert frozen(fresh) == expected
 
 
-def test_tensors_may_appear_vanish_and_change_between_takes(run: Run) -> None:
+def test_tensors_may_appear_vanish_and_change_between_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     state: dict[str, Any] = {"a": noise((300, 300), torch.float32), "b": noise((4,), torch.float32), "list": []}
-    snapshots = run.begin({"plain": state}, config=Config(take=TakeConfig(small_bytes=0)))
+    monkeypatch.setattr("keepstep.trainer.snapshotter.SMALL_BYTES", 0)
+    snapshots = run.begin({"plain": state})
     snapshots.restore()
     changes: list[Callable[[], object]] = [
         lambda: state.update(c=noise((10, 10), torch.bfloat16)),
@@ -409,7 +409,7 @@ def test_tensors_may_appear_vanish_and_change_between_takes(run: Run) -> None:
         fresh: dict[str, Any] = {}
         assert run.load({"plain": fresh}).step == step
         assert frozen(fresh) == expected, f"after change {step}"
-        snapshots = run.begin({"plain": state}, config=Config(take=TakeConfig(small_bytes=0)))
+        snapshots = run.begin({"plain": state})
         snapshots.restore()
         assert frozen(state) == expected, f"after change {step}"
 

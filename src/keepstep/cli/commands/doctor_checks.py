@@ -164,7 +164,9 @@ def check_memory(config: Config) -> list[Finding]:
     text = f"{format_bytes(max(0, usable))} can be had (MemAvailable {format_bytes(found.available_bytes)}, {cgroup})"
     if usable <= 0:
         return [Finding("memory", PROBLEM, text, "raise the limit, or end what uses the memory")]
-    return [Finding("memory", OK, text, f"a rank needs its state times {config.arena.slots} slots")]
+    return [
+        Finding("memory", OK, text, f"a rank needs its state times {memory_limits.arena_slots(config.arena)} slots")
+    ]
 
 
 def check_oom_group(root: Path) -> list[Finding]:

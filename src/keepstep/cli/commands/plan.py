@@ -15,6 +15,7 @@ from rich.text import Text
 
 from keepstep.cli.keepers import add_choice, choose_coordinator, connect, settings
 from keepstep.cli.tables import count, make_table, open_console
+from keepstep.control.client import REQUEST_S
 from keepstep.control.messages import PlanIs, PlannedPiece, WantPlan
 from keepstep.recovery.plan import ranks_text
 
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     identity = choose_coordinator(config)
     lost = list(dict.fromkeys(args.lost))
     with connect(identity, config) as link:
-        answer, _ = link.request(WantPlan(lost), PlanIs, timeout_s=config.keeper.request_s)
+        answer, _ = link.request(WantPlan(lost), PlanIs, timeout_s=REQUEST_S)
     found = forecast_of(identity.run_id, lost, answer)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())

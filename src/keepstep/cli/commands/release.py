@@ -1,6 +1,6 @@
 """`keepstep release`: give the state of a run up and end its keeper.
 
-Returns when the keeper's process is gone and its files with it, within `keeper.request_s`. What a killed
+Returns when the keeper's process is gone and its files with it, within `REQUEST_S`. What a killed
 keeper left behind is swept too, under the lock that a new keeper would take.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from keepstep.cli.keepers import KnownRun, add_choice, choose_run, connect, find_meant, find_runs, peer_pid, settings
 from keepstep.cli.tables import format_bytes
 from keepstep.config import Config
+from keepstep.control.client import REQUEST_S
 from keepstep.control.messages import Done, Release
 from keepstep.control.status import fetch_status
 from keepstep.errors import Error, KeeperError
@@ -64,8 +65,8 @@ def release(identity: Identity, config: Config, *, force: bool = False) -> Relea
         pid = peer_pid(link)
         pidfd = os.pidfd_open(pid) if pid else -1
         try:
-            link.request(Release(force), Done, timeout_s=config.keeper.request_s)
-            _wait_until_gone(identity, pidfd, timeout_s=config.keeper.request_s)
+            link.request(Release(force), Done, timeout_s=REQUEST_S)
+            _wait_until_gone(identity, pidfd, timeout_s=REQUEST_S)
         finally:
             if pidfd >= 0:
                 os.close(pidfd)
@@ -80,7 +81,7 @@ def _wait_until_gone(identity: Identity, pidfd: int, *, timeout_s: float) -> Non
     if not ended:
         raise KeeperError(
             f"the keeper of run {identity.run_id!r} has not ended within {timeout_s:g} s",
-            hint=f"see {identity.directory}/keeper.log; KEEPSTEP_KEEPER_REQUEST_S waits longer",
+            hint=f"see {identity.directory}/keeper.log",
         )
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from keepstep.cli.keepers import add_choice, choose_run, connect, settings
 from keepstep.cli.tables import count, format_bytes, make_table, open_console
+from keepstep.control.client import RESTORE_S
 from keepstep.control.messages import Verified, VerifyResult, WantVerify
 from keepstep.control.status import fetch_status
 from keepstep.types import SlotStatus, Status
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     config = settings(args)
     identity = choose_run(config)
     with connect(identity, config) as link:
-        verified, _ = link.request(WantVerify(), Verified, timeout_s=config.keeper.restore_s)
+        verified, _ = link.request(WantVerify(), Verified, timeout_s=RESTORE_S)
     found = judge(verified.results, fetch_status(identity))
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())

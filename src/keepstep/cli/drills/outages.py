@@ -18,6 +18,7 @@ from keepstep.cli.keepers import connect, peer_pid
 from keepstep.cli.risk import away_from, newest_done
 from keepstep.cli.signals import ended_in_order
 from keepstep.config import Config
+from keepstep.control.client import REQUEST_S
 from keepstep.control.messages import CutLinks, Done
 from keepstep.control.status import fetch_status
 from keepstep.errors import Error, KeeperError
@@ -55,7 +56,7 @@ def cut_link(args: argparse.Namespace, identity: Identity, config: Config) -> in
         question = f"cut node {identity.node_id!r} off from its peers for {args.seconds:g} s?"
         if not confirmed(question, args):
             return NOT_CONFIRMED
-        link.request(CutLinks(args.seconds), Done, timeout_s=config.keeper.request_s)
+        link.request(CutLinks(args.seconds), Done, timeout_s=REQUEST_S)
     print(f"cut the keeper of {identity.node_id} off from its peers for {args.seconds:g} s", flush=True)
     mended = time.monotonic() + args.seconds
     seen = wait_for(identity, lambda status: len(away_from(status)) == len(before.group) - 1, timeout_s=args.seconds)

@@ -13,7 +13,7 @@ import msgspec
 
 from keepstep.cli.keepers import peer_pid
 from keepstep.config import Config
-from keepstep.control.client import KeeperClient
+from keepstep.control.client import REQUEST_S, KeeperClient
 from keepstep.control.messages import ProcessesAre, StatusIs, WantProcesses, WantStatus
 from keepstep.errors import KeeperError
 from keepstep.types import Status
@@ -24,7 +24,7 @@ MAX_ROUNDS = 100
 
 
 def ask_status(link: KeeperClient, config: Config) -> Status:
-    answer, _ = link.request(WantStatus(), StatusIs, timeout_s=config.keeper.request_s)
+    answer, _ = link.request(WantStatus(), StatusIs, timeout_s=REQUEST_S)
     return msgspec.json.decode(answer.json, type=Status)
 
 
@@ -89,7 +89,7 @@ def hold_still(link: KeeperClient, config: Config, stack: contextlib.ExitStack) 
 
 def _known(link: KeeperClient, config: Config) -> list[int]:
     """Launchers first: a launcher that runs on would start trainers again."""
-    found, _ = link.request(WantProcesses(), ProcessesAre, timeout_s=config.keeper.request_s)
+    found, _ = link.request(WantProcesses(), ProcessesAre, timeout_s=REQUEST_S)
     return [*found.launchers, *found.trainers, peer_pid(link)]
 
 

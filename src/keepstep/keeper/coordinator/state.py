@@ -36,8 +36,11 @@ class Terms:
     """Deadlines of the job, in seconds."""
 
     deadline_s: float = 30.0
+    """an exchange that makes no progress for this long is abandoned; the newest version is next"""
     stall_s: float = 60.0
+    """unprotected for this long with no slot free: snapshots go on without waiting for protection (`exposed`)"""
     inventory_s: float = 20.0
+    """how long a restore waits for a keeper of the last incarnation that does not answer and is not known dead"""
     retry_s: float = 2.0
     """before a target that failed at once is tried again"""
     ask_again_s: float = 1.0

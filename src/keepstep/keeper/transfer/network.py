@@ -45,7 +45,7 @@ from keepstep.keeper.transfer.stripe_reads import SourceFailedError, StoppedErro
 from keepstep.layout import ReplicaSet
 from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.recovery.inventory import ParitySet, SetKey
-from keepstep.transport.interface import Peer
+from keepstep.transport.interface import TIMEOUT_S, Peer
 from keepstep.transport.tcp import TcpTransport
 from keepstep.types import Version
 
@@ -53,6 +53,7 @@ log = logging.getLogger("keepstep.keeper")
 JOIN_S = 5.0
 SEAT = "peers.json"
 MAX_GUESTS = 64
+WINDOW_BYTES = 256 << 20  # memory for chunks in flight: what 100 Gbit/s carry in 20 ms
 
 
 class KeeperAddress(msgspec.Struct, frozen=True):
@@ -113,7 +114,7 @@ class KeeperNetwork:
         )
         address, port = self.peers.card_address()
         self._reach = ChunkClient(identity.node_id, self.shelf, self.peers)
-        self._helper = Rebuilder(self._reach, timeout_s=config.peers.timeout_s)
+        self._helper = Rebuilder(self._reach, timeout_s=TIMEOUT_S)
         self.shelf.rebuilt = self._helper.serve
         seat = KeeperAddress(known.instance if known is not None else instance, port)
         seat.write(identity.directory / SEAT)
@@ -125,7 +126,7 @@ class KeeperNetwork:
             try:
                 return TcpTransport(
                     Peer(self._identity.node_id, seat.instance), self._identity.run_id, b"",
-                    replace(config.peers, address=config.peers.address or config.address, port=port),
+                    replace(config.peers, port=port),
                     on_message=self._message, on_link=self._link, serve=self.shelf.serve, max_guests=MAX_GUESTS,
                 )  # fmt: skip
             except ConfigError:
@@ -190,7 +191,7 @@ class KeeperNetwork:
     def start_exchange(self, effect: StartExchange) -> None:
         self._exchange = ParityBuilder(
             effect, run_id=self._identity.run_id, node_id=self._identity.node_id, shelf=self.shelf, peers=self._reach,
-            pool=self._pool, window_bytes=self._config.peers.window_bytes, timeout_s=self._config.peers.timeout_s,
+            pool=self._pool, window_bytes=WINDOW_BYTES, timeout_s=TIMEOUT_S,
             placed=lambda event, held: self._later(self._placed, event, held),
             say=lambda event: self._later(self._handle, event),
         )  # fmt: skip
@@ -224,8 +225,6 @@ class KeeperNetwork:
         make: Callable[[FetchSnapshot, RankManifest], tuple[Arena, Future[None]]],
         done: Callable[[SnapshotFetched, Arena | None], None],
     ) -> None:  # fmt: skip
-        config = self._config.peers
-
         def ended(event: SnapshotFetched, made: Arena | None) -> None:
             if bringing in self._bringing:
                 self._bringing.remove(bringing)
@@ -236,7 +235,7 @@ class KeeperNetwork:
         bringing = SnapshotFetch(
             effect, node_id=self._identity.node_id, peers=self._reach, arena=arena,
             make=lambda manifest: make(effect, manifest),
-            window_bytes=config.window_bytes // max(1, effect.local_world_size), timeout_s=config.timeout_s,
+            window_bytes=WINDOW_BYTES // max(1, effect.local_world_size), timeout_s=TIMEOUT_S,
             done=lambda event, made: self._later(ended, event, made),
             after=[one for one in self._ending if isinstance(one, SnapshotFetch)],
         )  # fmt: skip
@@ -270,10 +269,9 @@ class KeeperNetwork:
         self._gather_waiters.append((again, failed))
 
     def _gather(self, version: Version, holders: tuple[str, ...], missing: list[tuple[ReplicaSet, int]]) -> None:
-        peers = self._config.peers
         try:
             found: FetchedReplicas | str = gather(
-                self._reach, version, holders, missing, window_bytes=peers.window_bytes, timeout_s=peers.timeout_s,
+                self._reach, version, holders, missing, window_bytes=WINDOW_BYTES, timeout_s=TIMEOUT_S,
                 stopped=self._closing,
             )  # fmt: skip
         except (SourceFailedError, StoppedError, Error, OSError) as error:

@@ -27,6 +27,7 @@ WORKER = "keepstep.keeper.workers.checksum_worker"
 
 AGAIN_S = 60.0
 """until a reader that has failed is replaced: memory that is bad would end the next one too"""
+LEAST_BYTES = 256 << 20  # a slot of this size is worth a process: it checksums in half the CPU time
 LEAST_BYTES_S = 500e6
 """slower than this it is given up"""
 PATIENCE_S = 10.0

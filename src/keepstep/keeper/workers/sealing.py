@@ -22,7 +22,7 @@ from keepstep.keeper.coordinator.messages import ReplicaAuditAnswer, ReplicaSetD
 from keepstep.keeper.node.effects import CreateArena, FetchSnapshot, ReadReplicaDigests, SealSlot, VerifySlot
 from keepstep.keeper.node.events import ArenaAdded, Event, ReplicaDigestsRead, SlotFound, SlotSealed, SlotVerified
 from keepstep.keeper.transfer.chunk_store import open_book
-from keepstep.keeper.workers.checksum_client import ChecksumClient
+from keepstep.keeper.workers.checksum_client import LEAST_BYTES, ChecksumClient
 from keepstep.keeper.workers.checksum_worker import NICENESS
 from keepstep.keeper.workers.replica_digests import answer, class_digests
 from keepstep.layout import SnapshotSize
@@ -49,7 +49,7 @@ class WorkerPool:
         self._pool = ThreadPoolExecutor(max_workers=JOBS, thread_name_prefix="keepstep-work")
         self._hands = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-hand", initializer=_be_nice)
         """read and checksum for all jobs together"""
-        self._reading = ChecksumClient(threads, config.reader_bytes)
+        self._reading = ChecksumClient(threads, LEAST_BYTES)
         self._ending = threading.Event()
         self._allocating = threading.Lock()
         """one arena at a time: two that each fit may not fit together"""

@@ -11,6 +11,8 @@ import torch
 from keepstep.config import TakeConfig
 from keepstep.trainer.capture.device_copy import PIECE_BYTES, DeviceLane
 
+STAGING_FREE_SHARE = 0.05  # of the free device memory; the smaller of this and take.staging_share counts
+
 # For tests only: a factor on what the split holds to be possible in time.
 WINDOW_SCALE = "KEEPSTEP_TEST_WINDOW_SCALE"
 
@@ -37,7 +39,7 @@ class DeviceLanes:
 
     def _budget(self, device: torch.device, size_bytes: int) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        wanted = min(self._config.staging_share * size_bytes, self._config.staging_free_share * free_bytes)
+        wanted = min(self._config.staging_share * size_bytes, STAGING_FREE_SHARE * free_bytes)
         return int(wanted) // PIECE_BYTES * PIECE_BYTES
 
     def settle(self) -> None:

@@ -76,7 +76,7 @@ class HostCopier:
                 gate.wanted.wait(size_bytes / rate)
 
     def _checks_in_full(self, job: CaptureJob) -> bool:
-        return self._config.fingerprint and job.plan.history.snapshots < FULL_CHECKS
+        return self._config.fingerprint != "off" and job.plan.history.snapshots < FULL_CHECKS
 
     def _compare_in_full(self, job: CaptureJob, units: list[CopyOp | ParityOp], targets: list[torch.Tensor]) -> None:
         """While nobody waits: is what landed still what stands in the live tensors?"""

@@ -31,7 +31,7 @@ class NextChecks:
 
     def next_checks(self, plan: CopyPlan, parts: CopySchedule) -> SnapshotChecks:
         """Something of what will be copied behind `take`, as it is now."""
-        if not self._config.fingerprint or not parts.lazy:
+        if self._config.fingerprint == "off" or not parts.lazy:
             return SnapshotChecks()
         faults.point("capture.sample")
         prepared = self._checks.get(id(plan))
@@ -42,7 +42,7 @@ class NextChecks:
 
     def is_whole(self, plan: CopyPlan) -> bool:
         """Whether the next snapshot with this plan is looked at in full."""
-        return self._config.fingerprint_all or plan.history.snapshots <= FULL_CHECKS
+        return self._config.fingerprint == "all" or plan.history.snapshots <= FULL_CHECKS
 
     def choose(self, plan: CopyPlan, parts: CopySchedule, *, count: int, whole: bool) -> None:
         """Other places for the next snapshots with this plan: as many as may begin before this is called again."""

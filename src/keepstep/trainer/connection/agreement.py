@@ -22,7 +22,7 @@ import torch.distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from keepstep.config import Config
-from keepstep.control.client import KeeperClient
+from keepstep.control.client import REQUEST_S, KeeperClient
 from keepstep.control.membership import (
     SECRET_BYTES,
     NodeClaim,
@@ -34,7 +34,7 @@ from keepstep.control.membership import (
     read_secret,
 )
 from keepstep.control.messages import CardIs, Done, Membership, NodeCard, WantCard
-from keepstep.control.spawn import start_keeper
+from keepstep.control.spawn import START_S, start_keeper
 from keepstep.errors import ConfigError, KeeperError
 from keepstep.identity import Identity
 from keepstep.trainer.connection.world import RankPlace
@@ -63,16 +63,16 @@ class AgreedIncarnation:
 
 
 def meet(identity: Identity, config: Config, place: RankPlace) -> AgreedIncarnation:
-    """Agree with all other trainers of the round. Every wait ends after `keeper.request_s`."""
-    deadline = time.monotonic() + config.keeper.request_s
-    store = _store(place, config.keeper.request_s)
+    """Agree with all other trainers of the round. Every wait ends after `REQUEST_S`."""
+    deadline = time.monotonic() + REQUEST_S
+    store = _store(place, REQUEST_S)
     secret = read_secret(config.secret_file)
     answer = RankAnswer(secrets.token_hex(8))
     client = None
     try:
         if place.local_index == 0:
             client = _keeper(identity, config)
-            card, _ = client.request(WantCard(), CardIs, timeout_s=config.keeper.request_s)
+            card, _ = client.request(WantCard(), CardIs, timeout_s=REQUEST_S)
             known = NodeClaim.from_card(card, has_secret=bool(secret))
             answer = RankAnswer(answer.token, known, card.members)
         take_part = _preside if place.rank == 0 else _attend
@@ -130,13 +130,13 @@ def _tell(
     check_losses(config.parity.losses, len(agreed.nodes))
     rank = next(rank for rank, card in enumerate(agreed.nodes) if card.node_id == identity.node_id)
     told = membership(agreed, rank, secret)
-    client.request(told, Done, timeout_s=config.keeper.request_s)
+    client.request(told, Done, timeout_s=REQUEST_S)
     return told
 
 
 def _keeper(identity: Identity, config: Config) -> KeeperClient:
     """The keeper of this node, started if there is none."""
-    deadline = time.monotonic() + config.keeper.start_s
+    deadline = time.monotonic() + START_S
     while True:
         try:
             return KeeperClient(identity, "trainer")
@@ -170,5 +170,5 @@ def _store(place: RankPlace, timeout_s: float) -> Any:
 def _wait(store: Any, keys: list[str], deadline: float, what: str) -> None:
     while not store.check(keys):
         if time.monotonic() > deadline:
-            raise KeeperError(f"{what} did not come in time", hint="KEEPSTEP_KEEPER_REQUEST_S waits longer")
+            raise KeeperError(f"{what} did not arrive within {REQUEST_S:g} s", hint="start all nodes of the job")
         time.sleep(LOOK_S)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch.distributed
 
+from keepstep.arena.memory_limits import arena_slots
 from keepstep.config import Config
 from keepstep.control.messages import Register
 from keepstep.errors import ConfigError
@@ -71,7 +72,7 @@ def registration(config: Config, place: RankPlace, met: AgreedIncarnation | None
     return Register(
         rank=place.rank, world_size=place.world_size, local_index=place.local_index,
         local_world_size=place.local_world_size, incarnation=incarnation,
-        label=label, launcher_pid=os.getppid() if launched else 0, every=config.every, slots=config.arena.slots,
+        label=label, launcher_pid=os.getppid() if launched else 0, every=config.every, slots=arena_slots(config.arena),
         progress=-1, no_holder=not given,
     )  # fmt: skip
 

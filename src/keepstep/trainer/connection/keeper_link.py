@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from keepstep.config import Config
-from keepstep.control.client import KeeperClient, NoAnswerError
+from keepstep.control.client import REQUEST_S, KeeperClient, NoAnswerError
 from keepstep.control.held_memory import HeldMemory
 from keepstep.control.messages import (
     Committed,
@@ -39,7 +39,7 @@ from keepstep.control.messages import (
     Voided,
     WantStatus,
 )  # fmt: skip
-from keepstep.control.spawn import start_keeper
+from keepstep.control.spawn import START_S, start_keeper
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
 from keepstep.types import Incarnation, Status
@@ -94,7 +94,7 @@ class KeeperLink:
         """past restore(): from now on the keeper's death must not disturb"""
         self._words: list[Committed | Void] = []
         """oldest first: what a new keeper must be told again"""
-        self.memory = HeldMemory(membership, request_timeout_s=config.keeper.request_s)
+        self.memory = HeldMemory(membership, request_timeout_s=REQUEST_S)
         self.progress: Callable[[], int] = lambda: -1
         self.arena_id: Callable[[], str] = lambda: ""
         self.incarnation = self._connect()
@@ -133,7 +133,7 @@ class KeeperLink:
                 client.hang_up()
 
     def status(self) -> Status:
-        answer, _ = self.request(WantStatus(), StatusIs, timeout_s=self.config.keeper.request_s)
+        answer, _ = self.request(WantStatus(), StatusIs, timeout_s=REQUEST_S)
         return msgspec.json.decode(answer.json, type=Status)
 
     def close(self, *, finished: bool) -> None:
@@ -161,7 +161,7 @@ class KeeperLink:
 
     def _connect(self) -> Incarnation:
         """The first connection: a keeper that cannot be had is the caller's error."""
-        deadline = time.monotonic() + self.config.keeper.start_s
+        deadline = time.monotonic() + START_S
         while True:
             self.ended = ""  # the keeper of a run that just ended may still be on its way out
             try:
@@ -215,7 +215,7 @@ class KeeperLink:
 
     @property
     def _fence_timeout_s(self) -> float:
-        return self.config.keeper.request_s + self.config.keeper.fence_s
+        return REQUEST_S + self.config.keeper.fence_s
 
     def _dial(self) -> KeeperClient:
         return KeeperClient(self.identity, "trainer", on_push=self._pushed, on_lost=self._lost)

@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable
 
 from keepstep.arena.memfd import Mapping
+from keepstep.arena.memory_limits import arena_slots
 from keepstep.arena.records import Progress
 from keepstep.arena.slots import Arena
 from keepstep.config import ArenaConfig
+from keepstep.control.client import RESTORE_S
 from keepstep.control.messages import ArenaGiven, WantArena
 from keepstep.identity import Identity, start_time
 from keepstep.layout import SnapshotSize
@@ -22,6 +24,7 @@ from keepstep.trainer.plan import arena_size
 log = logging.getLogger("keepstep")
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 10.0
+PREFAULT_THREADS = 8  # populating pages takes 0.5 s per GiB and thread
 
 
 class RankArena:
@@ -53,7 +56,7 @@ class RankArena:
 
     def get(self, need: SnapshotSize, *, show: bool) -> None:
         """Have an arena with room for `need`. Raises the one error that a user gets when it does not fit."""
-        size_bytes = self._config.slots * (need.layout_bytes + need.values_bytes + need.payload_bytes)
+        size_bytes = arena_slots(self._config) * (need.layout_bytes + need.values_bytes + need.payload_bytes)
         with waiting_for(size_bytes, enabled=show):
             arena_id, fd = self._ask(need)
         try:
@@ -86,8 +89,8 @@ class RankArena:
         threading.Thread(target=work, name="keepstep-memory", daemon=True).start()
 
     def _ask(self, need: SnapshotSize) -> tuple[str, int]:
-        wanted = WantArena(need, self._config.slots, self._config.memory_limit_bytes)
-        given, fds = self._link.request(wanted, ArenaGiven, timeout_s=self._link.config.keeper.restore_s)
+        wanted = WantArena(need, arena_slots(self._config), self._config.memory_limit_bytes)
+        given, fds = self._link.request(wanted, ArenaGiven, timeout_s=RESTORE_S)
         self._link.memory.hold(given.arena_id, fds[0])
         self._given = given.arena_id
         return given.arena_id, fds[0]
@@ -111,7 +114,7 @@ class RankArena:
         view = self._open(arena_id, fd)
         try:
             with ProgressLine(view.arena.segment.size_bytes, enabled=show) as progress:
-                view.mapping.populate(self._config.prefault_threads, progress)
+                view.mapping.populate(PREFAULT_THREADS, progress)
             view.register_with_cuda()
         except BaseException:
             view.close()

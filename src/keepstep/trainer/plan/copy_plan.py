@@ -24,6 +24,8 @@ from keepstep.trainer.plan.tensor_blocks import Block, Blocks, SharedBlocks
 from keepstep.trainer.plan.units import CopyOp
 from keepstep.trainer.state.optimizer_fence import WatchedOptimizer
 
+SMALL_BYTES = 65536  # tensors up to this size are copied inside `take`, all together: the gates of a copy cost more
+
 
 @dataclass
 class PlanHistory:

@@ -17,6 +17,7 @@ import torch
 from keepstep import layout as layouts
 from keepstep.arena.records import INEXACT, PRINTS
 from keepstep.config import Config
+from keepstep.control.client import RESTORE_S
 from keepstep.control.messages import RestoreFrom, WantRestore
 from keepstep.errors import IntegrityError
 from keepstep.identity import Identity
@@ -26,7 +27,7 @@ from keepstep.trainer.connection.keeper_link import KeeperLink
 from keepstep.trainer.connection.world import RankPlace
 from keepstep.trainer.integrity.fingerprints import unframe
 from keepstep.trainer.memory.arena_view import ArenaView
-from keepstep.trainer.memory.rank_arena import RankArena, open_view
+from keepstep.trainer.memory.rank_arena import PREFAULT_THREADS, RankArena, open_view
 from keepstep.trainer.plan.replication import Replicas
 from keepstep.trainer.restore.device_upload import PinnedUploader, UploadPlan, threads_for
 from keepstep.trainer.restore.replica_chunks import ReplicaChunks
@@ -84,11 +85,11 @@ class RestoreRun:
         """The keeper checks every byte before it answers: meanwhile the memory is prepared that it will name."""
         ahead = Ahead(
             self.link.memory.duplicates, self.identity, self.place.local_index,
-            ring=ring, threads=self.config.arena.prefault_threads,
+            ring=ring, threads=PREFAULT_THREADS,
         )  # fmt: skip
         arena_id = ""
         try:
-            answer, fds = self.link.request(WantRestore(), RestoreFrom, timeout_s=self.config.keeper.restore_s)
+            answer, fds = self.link.request(WantRestore(), RestoreFrom, timeout_s=RESTORE_S)
             arena_id = answer.arena_id if answer.version is not None else ""
         finally:
             view = ahead.take(arena_id)
