@@ -68,6 +68,16 @@ class Version(msgspec.Struct, frozen=True, order=True):
         return f"step {self.step} (incarnation {self.incarnation.number})"
 
 
+class SnapshotInfo(msgspec.Struct, frozen=True):
+    """Whose snapshot it is: the version, the rank and the job that saved it, and how large it is."""
+
+    version: Version
+    rank: int
+    world_size: int
+    local_world_size: int
+    size_bytes: int
+
+
 class SlotStatus(msgspec.Struct, frozen=True):
     """One slot of a rank's arena, as the keeper knows it."""
 

@@ -13,7 +13,7 @@ from keepstep.control.messages import Committed, Void
 from keepstep.keeper.node.events import ArenaAdded, SlotFound
 from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import ParitySet
-from keepstep.types import Incarnation, Version
+from keepstep.types import Incarnation, SnapshotInfo, Version
 
 NEED = SnapshotSize(1, 1, 1)
 
@@ -55,7 +55,8 @@ class FakeArena:
         for index, slot in enumerate(self.slots):
             rank, version = slot.whole or (0, None)
             state = "free" if version is None else "sealed" if slot.sealed == version else "committed"
-            found.append(SlotFound(index, state, version, rank, slot.world_size, slot.local_size, 1))
+            info = SnapshotInfo(version, rank, slot.world_size, slot.local_size, 1) if version is not None else None
+            found.append(SlotFound(index, state, info))
         writer = self.writer
         progress = None
         if writer is not None and writer.alive and writer.incarnation is not None:

@@ -63,7 +63,7 @@ from keepstep.keeper.node.events import (
     Tick,
     TrainerRegisters,
 )
-from keepstep.types import Version
+from keepstep.types import SnapshotInfo, Version
 
 if TYPE_CHECKING:
     from world_of_many import World
@@ -363,12 +363,12 @@ class Machine:
         fits = version is not None and effect.version in (None, version)
         again = fits and slot.sealed == version
         late = effect.newer_than is not None and version is not None and version <= effect.newer_than
-        if fits and (again or not late):
+        if version is not None and fits and (again or not late):
             slot.sealed = version
-            where = (rank, slot.world_size, slot.local_size, 1)
-            self.hear(SlotSealed(arena.arena_id, effect.slot, version, *where))
+            info = SnapshotInfo(version, rank, slot.world_size, slot.local_size, 1)
+            self.hear(SlotSealed(arena.arena_id, effect.slot, version, info))
         else:
-            self.hear(SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, "not whole"))
+            self.hear(SlotSealed(arena.arena_id, effect.slot, effect.version, problem="not whole"))
 
     def _verify(self, effect: VerifySlot) -> None:
         self.in_this_life(

@@ -61,7 +61,7 @@ from keepstep.keeper.node.events import (
 )
 from keepstep.keeper.node.state import Limits
 from keepstep.layout import SnapshotSize
-from keepstep.types import Incarnation, Version
+from keepstep.types import Incarnation, SnapshotInfo, Version
 
 
 @dataclass
@@ -181,7 +181,7 @@ class World:
             whole = slot.content is not None and not slot.writing
             state = "sealed" if whole and slot.sealed == slot.content else "committed" if whole else "free"
             version = slot.content if whole else None
-            found.append(SlotFound(index, state, version, arena.local_index, self.ranks, self.ranks, 1))
+            found.append(SlotFound(index, state, self.info(version, arena) if version is not None else None))
         need = SnapshotSize(arena.size, arena.size, arena.size)
         return ArenaAdded(
             arena.arena_id, arena.local_index, arena.generation, 1, need, tuple(found), arena.ledger, arena.grant
@@ -357,9 +357,13 @@ class World:
         ok = whole and (resealed or not gone)
         if ok:
             slot.sealed = slot.content
-        version = slot.content if ok else effect.version
-        size = (arena.local_index, self.ranks, self.ranks, 1)
-        self.tell(SlotSealed(arena.arena_id, effect.slot, version, *size, "" if ok else "not whole"))
+        if ok and slot.content is not None:
+            self.tell(SlotSealed(arena.arena_id, effect.slot, slot.content, self.info(slot.content, arena)))
+        else:
+            self.tell(SlotSealed(arena.arena_id, effect.slot, effect.version, problem="not whole"))
+
+    def info(self, version: Version, arena: FakeArena) -> SnapshotInfo:
+        return SnapshotInfo(version, arena.local_index, self.ranks, self.ranks, 1)
 
     def damage(self) -> None:
         """Flip a bit in one retained slot; only while an older one may be gone is that allowed to cost anything."""

@@ -11,10 +11,11 @@ from fakes import FakeArena, FakeParity, FakeSlot
 
 from keepstep.keeper.coordinator.messages import Failure
 from keepstep.keeper.node.effects import FetchSnapshot, StartExchange
-from keepstep.keeper.node.events import ExchangeAdvanced, ParityPlaced, SlotSealed, SnapshotFetched
+from keepstep.keeper.node.events import ExchangeAdvanced, ParityPlaced, SnapshotFetched
 from keepstep.parity.placement import Placement
 from keepstep.recovery.inventory import ParitySet
 from keepstep.recovery.plan import RankSource
+from keepstep.types import SnapshotInfo
 
 if TYPE_CHECKING:
     from machines import Machine
@@ -148,9 +149,8 @@ class Bringing:
             machine.arenas[arena.arena_id] = arena
             machine.adopted.add(arena.arena_id)
             machine.hear(arena.describe())
-        where = (piece.rank, self.world.setting.world_size, effect.local_world_size, 1)
-        sealed = SlotSealed(arena.arena_id, index, piece.version, *where)
-        machine.hear(SnapshotFetched(effect.plan, piece.rank, arena.arena_id, index, sealed))
+        info = SnapshotInfo(piece.version, piece.rank, self.world.setting.world_size, effect.local_world_size, 1)
+        machine.hear(SnapshotFetched(effect.plan, piece.rank, arena.arena_id, index, info))
 
     def _failed_source(self, piece: RankSource) -> Failure | None:
         """The first source that does not give what the plan counts on, as `keeper.bringing` would say it."""

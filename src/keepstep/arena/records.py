@@ -21,7 +21,7 @@ from typing import ClassVar, Protocol, Self, TypeVar
 import xxhash
 
 from keepstep.errors import IntegrityError
-from keepstep.types import Incarnation, Version
+from keepstep.types import Incarnation, SnapshotInfo, Version
 
 PAGE = 4096
 FORMAT = 2
@@ -77,6 +77,11 @@ class TrainerHeader:
     def __post_init__(self) -> None:
         if self.shared_offset < 0:
             object.__setattr__(self, "shared_offset", self.payload_bytes)
+
+    @property
+    def info(self) -> SnapshotInfo:
+        size_bytes = self.layout_bytes + self.values_bytes + self.payload_bytes
+        return SnapshotInfo(self.version, self.rank, self.world_size, self.local_world_size, size_bytes)
 
     def body(self) -> bytes:
         incarnation = self.version.incarnation

@@ -195,10 +195,14 @@ def _status_wanted(keeper: Keeper, connection: Connection, wanted: WantStatus, f
 def _verify_wanted(keeper: Keeper, connection: Connection, wanted: WantVerify, fds: list[int]) -> None:
     # Values, not the core's slots: those may be granted again while the threads still read.
     jobs = [
-        (keeper.arenas[a.arena_id], VerifyResult(s.rank, s.index, s.version.step, s.size_bytes, ""), s.version)
+        (
+            keeper.arenas[a.arena_id],
+            VerifyResult(s.info.rank, s.index, s.info.version.step, s.info.size_bytes, ""),
+            s.info.version,
+        )
         for a in keeper.core.arenas.values()
         for s in a.slots
-        if s.state == SEALED and s.version is not None
+        if s.state == SEALED and s.info is not None
     ]
 
     def answer(problems: list[str]) -> None:

@@ -121,7 +121,7 @@ def _rank_status(core: Core, index: int) -> RankStatus:
     newest = max((s for s in slots if s.state == SEALED and s.version), key=_version_of, default=None)
     complete = core.kept.complete
     return RankStatus(
-        rank=member.register.rank if member else (newest.rank if newest else index),
+        rank=member.register.rank if member else (newest.info.rank if newest and newest.info else index),
         local_index=index, pid=member.pid if member else 0, alive=bool(member and member.alive),
         progress=core.progress.get(index), step=newest.version.step if newest and newest.version else None,
         age_s=core.now - newest.sealed_at if newest and newest.sealed_at is not None else None,
@@ -140,7 +140,7 @@ def _slot_status(slot: Slot) -> SlotStatus:
     version = slot.version
     return SlotStatus(
         slot.index, slot.state, version.step if version else None,
-        version.incarnation.number if version else None, slot.size_bytes if version else 0,
+        version.incarnation.number if version else None, slot.info.size_bytes if slot.info else 0,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from keepstep.types import Incarnation, Version
+from keepstep.types import Incarnation, SnapshotInfo, Version
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -18,6 +18,13 @@ class Holding(msgspec.Struct, frozen=True):
     arena_id: str
     slot: int
     size_bytes: int
+
+    @classmethod
+    def of(cls, info: SnapshotInfo, *, local_index: int, arena_id: str = "", slot: int = 0) -> Holding:
+        return cls(
+            info.version, info.rank, info.world_size, local_index, info.local_world_size, arena_id, slot,
+            info.size_bytes,
+        )  # fmt: skip
 
 
 class SetKey(msgspec.Struct, frozen=True, order=True):

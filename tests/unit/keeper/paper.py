@@ -44,7 +44,7 @@ from keepstep.keeper.node.events import (
 from keepstep.keeper.node.grants import NodeGrant
 from keepstep.keeper.node.state import Limits
 from keepstep.layout import SnapshotSize
-from keepstep.types import Incarnation, Version
+from keepstep.types import Incarnation, SnapshotInfo, Version
 
 NEED = SnapshotSize(1, 1, 1)
 
@@ -110,12 +110,15 @@ class Node:
 
     def described(self, arena: Paper) -> ArenaAdded:
         found = tuple(
-            SlotFound(i, state, version, arena.index, self.ranks, self.ranks, 1)
+            SlotFound(i, state, self.info(version, arena.index) if version is not None else None)
             for i, (state, version) in enumerate(arena.slots)
         )
         return ArenaAdded(
             arena.arena_id, arena.index, arena.generation, 1, arena.capacity, found, arena.ledger, arena.grant
         )
+
+    def info(self, version: Version, index: int) -> SnapshotInfo:
+        return SnapshotInfo(version, index, self.ranks, self.ranks, 1)
 
     # What trainers do
 
@@ -199,9 +202,10 @@ class Node:
             fits = held is not None and effect.version in (None, held)
             if fits:
                 arena.slots[effect.slot] = ("sealed", held)
-            where = (arena.index, self.ranks, self.ranks, 1)
-            problem = "" if fits else "half written"
-            self.do(SlotSealed(arena.arena_id, effect.slot, held if fits else effect.version, *where, problem))
+            if fits and held is not None:
+                self.do(SlotSealed(arena.arena_id, effect.slot, held, self.info(held, arena.index)))
+            else:
+                self.do(SlotSealed(arena.arena_id, effect.slot, effect.version, problem="half written"))
 
     def snapshot(self, step: int) -> None:
         """A whole version on all ranks."""

@@ -33,7 +33,7 @@ def arena_wanted(node: NodeState, conn: Conn, wanted: WantArena) -> None:
 
 def arena_added(node: NodeState, event: ArenaAdded) -> None:
     slots = [
-        Slot(s.index, s.state, s.version, s.rank, s.world_size, s.local_world_size, s.size_bytes, node.now - s.age_s)
+        Slot(s.index, s.state, s.info.version if s.info is not None else None, s.info, node.now - s.age_s)
         for s in event.slots
     ]
     node.arenas[event.arena_id] = ArenaState(
@@ -82,7 +82,7 @@ def _adopt_ledger(node: NodeState, event: ArenaAdded) -> None:
             node.remembered = max(node.remembered or ledger.complete, ledger.complete)
     if node.members:
         return  # what is given back late changes nothing for a life that has begun
-    seen = [slot.version.incarnation for slot in event.slots if slot.version is not None]
+    seen = [slot.info.version.incarnation for slot in event.slots if slot.info is not None]
     seen += [record.incarnation for record in (ledger, event.grant, event.writer) if record is not None]
     node.incarnation = max([node.incarnation, *seen])
     if newer and ledger is not None:

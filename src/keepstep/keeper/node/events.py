@@ -25,7 +25,7 @@ from keepstep.keeper.coordinator.messages import (
 )
 from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import ParitySet, SetKey
-from keepstep.types import Version
+from keepstep.types import SnapshotInfo, Version
 
 Conn = int  # a connection, by its number
 TrainerMessage = WantRestore | WantArena | Loaded | Committed | Void | Goodbye
@@ -84,11 +84,7 @@ class SlotFound:
 
     index: int
     state: str
-    version: Version | None
-    rank: int
-    world_size: int
-    local_world_size: int
-    size_bytes: int
+    info: SnapshotInfo | None = None  # of what was committed or sealed in it
     age_s: float = 0.0  # since it was sealed
 
 
@@ -117,15 +113,12 @@ class ArenaRefused:
 
 @dataclass(frozen=True)
 class SlotSealed:
-    """Sealing a slot has ended; `problem` is empty when it succeeded."""
+    """Sealing a slot has ended: `info` is what it holds now, or `problem` says why it is not sealed."""
 
     arena_id: str
     slot: int
-    version: Version | None
-    rank: int
-    world_size: int
-    local_world_size: int
-    size_bytes: int
+    version: Version | None  # None: no version was asked for, and none was there
+    info: SnapshotInfo | None = None
     problem: str = ""
     shares: tuple[ReplicaSetDigest, ...] = ()  # one digest for each replica set in the slot
     took_s: float = 0.0
@@ -163,13 +156,13 @@ class PeerLink:
 
 @dataclass(frozen=True)
 class SnapshotFetched:
-    """A rank's snapshot was fetched or rebuilt into a slot of this node, or could not be (`sealed` is None)."""
+    """A rank's snapshot was fetched or rebuilt into a slot of this node, or could not be (`info` is None)."""
 
     plan: int
     rank: int
     arena_id: str
     slot: int
-    sealed: SlotSealed | None
+    info: SnapshotInfo | None
     failures: tuple[Failure, ...] = ()
 
 

@@ -113,9 +113,11 @@ def _is_here(node: NodeState, piece: RankSource, member: RegisteredTrainer) -> b
     """A plan before this one, or a keeper before this one, has brought it already: it is only checked again."""
     for arena in node.arenas.values():
         for slot in arena.slots:
-            here = slot.state == SEALED and (slot.version, slot.rank) == (piece.version, piece.rank)
-            if here and arena.local_index == member.index and not arena.evidence:
-                node.places[piece.rank] = SnapshotPlace(arena.arena_id, slot.index, slot.size_bytes)
+            info = slot.info
+            if slot.state != SEALED or info is None or (info.version, info.rank) != (piece.version, piece.rank):
+                continue
+            if arena.local_index == member.index and not arena.evidence:
+                node.places[piece.rank] = SnapshotPlace(arena.arena_id, slot.index, info.size_bytes)
                 node.verifying.add((arena.arena_id, slot.index))
                 node.do(VerifySlot(arena.arena_id, slot.index, piece.version))
                 return True
@@ -129,15 +131,12 @@ def brought_in(node: NodeState, event: SnapshotFetched) -> None:
     node.bringing.discard(event.rank)
     for failure in event.failures:
         _fail(node, failure)
-    sealed = event.sealed
+    info = event.info
     arena = node.arenas.get(event.arena_id)
-    if sealed is not None and arena is not None:
-        slot = arena.slots[event.slot]
-        slot.state, slot.version, slot.sealed_at = SEALED, sealed.version, node.now
-        slot.rank, slot.world_size = sealed.rank, sealed.world_size
-        slot.local_world_size, slot.size_bytes = sealed.local_world_size, sealed.size_bytes
-        node.places[event.rank] = SnapshotPlace(event.arena_id, event.slot, sealed.size_bytes)
-        node.count("brought_in_bytes", sealed.size_bytes)
+    if info is not None and arena is not None:
+        arena.slots[event.slot].fetched(info, node.now)
+        node.places[event.rank] = SnapshotPlace(event.arena_id, event.slot, info.size_bytes)
+        node.count("brought_in_bytes", info.size_bytes)
     _check_ready(node)
 
 
@@ -156,15 +155,16 @@ def verified(node: NodeState, event: SlotVerified) -> None:
     arena = node.arenas.get(event.arena_id)
     if event.problem and arena is not None:
         slot = arena.slots[event.slot]
+        rank = slot.info.rank if slot.info is not None else -1
         if slot.version == event.version and slot.state == SEALED:
-            slot.state = CORRUPT
-            text = f"rank {slot.rank}, {event.version}: {event.problem}"
+            slot.mark_corrupt()
+            text = f"rank {rank}, {event.version}: {event.problem}"
             node.damaged.append(text)
             node.count("corrupt_slots")
             node.problem(text)
-            _failed_own(node, slot.rank, event)
+            _failed_own(node, rank, event)
         elif key in node.verifying:
-            _failed_own(node, slot.rank, event)
+            _failed_own(node, rank, event)
     if key in node.verifying:
         node.verifying.discard(key)
         _check_ready(node)

@@ -46,7 +46,7 @@ def committed(node: NodeState, conn: Conn, message: Committed) -> None:
     elif slot.state == GRANTED and node.grants.commit(
         member.index, message.arena_id, message.slot, message.version, member.register.rank
     ):
-        slot.state, slot.version = COMMITTED, message.version
+        slot.commit(message.version)
         node.do(SealSlot(message.arena_id, message.slot, message.version, None))
     elif member.alive and slot.state == FREE:
         node.problem(f"rank {member.register.rank} committed slot {message.slot} that it was not granted")
@@ -76,19 +76,17 @@ def sealed(node: NodeState, event: SlotSealed) -> bool:
     slot = arena.slots[event.slot]
     if slot.version not in (None, event.version):
         return False  # of a version that is not there any more
-    if event.problem:
-        slot.state, slot.version = FREE, None
+    if event.info is None:
+        slot.free()
         rank = node.rank_of(arena.local_index)
         node.grants.fail_seal(arena.local_index, event.arena_id, event.slot, rank, event.problem)
     else:
-        slot.state, slot.version, slot.sealed_at = SEALED, event.version, node.now
-        slot.rank, slot.world_size = event.rank, event.world_size
-        slot.local_world_size, slot.size_bytes = event.local_world_size, event.size_bytes
+        slot.seal(event.info, node.now)
         grant = node.grants.find(arena.local_index, event.arena_id, event.slot)
         if grant is not None and grant.committed.get(arena.local_index) == event.version:
             grant.sealed.add(arena.local_index)
             grant.shares[arena.local_index] = event.shares
-        node.count("sealed_bytes", event.size_bytes)
+        node.count("sealed_bytes", event.info.size_bytes)
         node.count("seal_seconds", event.took_s)
     return True
 
@@ -190,7 +188,7 @@ def _take_up(node: NodeState, standing: dict[int, GrantPage]) -> None:
             if slot.state == SEALED:
                 grant.sealed.add(index)
         else:
-            slot.state, slot.version = GRANTED, None
+            slot.grant_again()
     if grant.slots:
         node.grants.open.append(grant)
 
@@ -204,7 +202,7 @@ def _free(node: NodeState, arena_id: str, slot_index: int, *, keep: Version | No
         return  # its writer may not have begun: the next incarnation looks at what the slot still holds
     unwanted = keep is None and slot.state == SEALED and slot.version not in node.retain
     if slot.state == GRANTED or unwanted:
-        slot.state, slot.version = FREE, None
+        slot.free()
 
 
 def tell(node: NodeState, over: list[tuple[NodeGrant, GrantOutcome]], before: Orders) -> None:
@@ -244,7 +242,7 @@ def _grant(node: NodeState, order: GrantOrder) -> None:
     for index, slot_index in slots.items():
         member = node.members[index]
         slot = node.arenas[member.arena_id].slots[slot_index]
-        slot.state, slot.version = GRANTED, None
+        slot.grant()
         grant = Grant(node.incarnation, opened.step, opened.serial, slot_index, _before(node, index, opened))
         node.last_grant[index] = GrantPage(member.arena_id, grant)
         node.do(WriteGrant(member.arena_id, grant))

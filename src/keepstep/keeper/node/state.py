@@ -25,7 +25,7 @@ from keepstep.keeper.node.events import Conn, TrainerRegisters
 from keepstep.keeper.node.grants import Grants
 from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
-from keepstep.types import Incarnation, Version
+from keepstep.types import Incarnation, SnapshotInfo, Version
 
 # Steps and incarnation numbers stay far below what their 64 bits hold.
 MAX_STEP = 1 << 62
@@ -53,14 +53,65 @@ class Limits:
 
 @dataclass
 class Slot:
+    """A slot of an arena: who may write it, and what it holds.
+
+    FREE ──grant──▶ GRANTED ──commit──▶ COMMITTED ──seal──▶ SEALED ──mark_corrupt──▶ CORRUPT
+     ▲                 │                    │                 │
+     └──────free───────┴────────────────────┴─────────────────┘       a sealed or corrupt slot may be granted again
+    """
+
     index: int
     state: str = FREE
-    version: Version | None = None
-    rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    size_bytes: int = 0
+    version: Version | None = None  # set from COMMITTED on, and known before `info` is
+    info: SnapshotInfo | None = None  # what the header says, once the keeper has read it
     sealed_at: float | None = None
+
+    def grant(self) -> None:
+        """The rank may write it now."""
+        assert self.state in (FREE, SEALED, CORRUPT), self
+        self._empty(GRANTED)
+
+    def grant_again(self) -> None:
+        """Its arena's grant record names it: the rank may be writing it, whatever its header says."""
+        self._empty(GRANTED)
+
+    def commit(self, version: Version) -> None:
+        """The rank has finished writing it."""
+        assert self.state == GRANTED, self
+        self.state, self.version = COMMITTED, version
+
+    def read_again(self) -> None:
+        """Its writer is gone: it may have committed unreported, so it counts as committed until it was read."""
+        assert self.state in (FREE, GRANTED), self
+        assert self.version is None, self
+        self.state = COMMITTED
+
+    def seal(self, info: SnapshotInfo, now: float) -> None:
+        """Its checksums are written."""
+        assert self.state == COMMITTED, self
+        assert self.version in (None, info.version), self
+        self._fill(info, now)
+
+    def fetched(self, info: SnapshotInfo, now: float) -> None:
+        """A snapshot from elsewhere was written into it, and sealed."""
+        assert self.state in (FREE, CORRUPT) or (self.state, self.version) == (SEALED, info.version), self
+        self._fill(info, now)
+
+    def mark_corrupt(self) -> None:
+        """Its bytes no longer match their checksums."""
+        assert self.state == SEALED, self
+        self.state = CORRUPT
+
+    def free(self) -> None:
+        """Nothing in it is needed."""
+        assert self.state in (GRANTED, COMMITTED, SEALED), self
+        self._empty(FREE)
+
+    def _fill(self, info: SnapshotInfo, now: float) -> None:
+        self.state, self.version, self.info, self.sealed_at = SEALED, info.version, info, now
+
+    def _empty(self, state: str) -> None:
+        self.state, self.version, self.info = state, None, None
 
 
 @dataclass
@@ -245,12 +296,10 @@ class NodeState:
 
     def inventory(self) -> Inventory:
         holdings = tuple(
-            Holding(
-                s.version, s.rank, s.world_size, a.local_index, s.local_world_size, a.arena_id, s.index, s.size_bytes
-            )
+            Holding.of(s.info, local_index=a.local_index, arena_id=a.arena_id, slot=s.index)
             for a in self.arenas.values()
             for s in a.slots
-            if s.state == SEALED and s.version is not None
+            if s.state == SEALED and s.info is not None
         )
         sets = tuple(self.sets.values())
         return Inventory(holdings, self.remembered, tuple(self.damaged), sets, self.kept.protected)

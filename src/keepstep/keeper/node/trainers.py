@@ -10,7 +10,6 @@ from keepstep.keeper.node.effects import Kill, SealSlot, Send
 from keepstep.keeper.node.events import Conn, LauncherSeen, ProcessDied, TrainerRegisters
 from keepstep.keeper.node.grants import Grants
 from keepstep.keeper.node.state import (
-    COMMITTED,
     FENCING,
     FREE,
     GRANTED,
@@ -211,9 +210,8 @@ def _reclaim_slots(node: NodeState) -> None:
         for slot in arena.slots:
             if slot.state in (GRANTED, FREE):
                 # Look again: its writer may have committed without a word, or not have begun.
-                assert slot.version is None
+                slot.read_again()
                 node.do(SealSlot(arena.arena_id, slot.index, None, node.remembered))
-                slot.state = COMMITTED
 
 
 def _join(node: NodeState, event: TrainerRegisters) -> None:

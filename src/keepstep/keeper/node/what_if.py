@@ -18,6 +18,7 @@ from keepstep.keeper.coordinator.state import SERVING
 from keepstep.keeper.node.state import NodeState
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet
 from keepstep.recovery.plan import OWN, PEER, Plan, RankSource, plan
+from keepstep.types import SnapshotInfo
 
 MAX_LOST = 4096
 
@@ -72,7 +73,7 @@ def _inventory(node: NodeState, job: Coordinator, reports: Mapping[str, Report],
     orders = job.orders
     held = sorted(orders.retain - set(report.damaged))
     holdings = tuple(
-        Holding(version, rank, report.world_size, index, len(report.ranks), "", 0, 0)
+        Holding.of(SnapshotInfo(version, rank, report.world_size, len(report.ranks), 0), local_index=index)
         for version in held
         for index, rank in enumerate(report.ranks)
     )

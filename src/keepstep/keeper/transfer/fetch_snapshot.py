@@ -28,7 +28,7 @@ from keepstep.arena.slots import DIGEST_BYTES, Arena, trainer_digest
 from keepstep.errors import Error, IntegrityError
 from keepstep.keeper.coordinator.messages import Failure
 from keepstep.keeper.node.effects import FetchSnapshot
-from keepstep.keeper.node.events import SlotSealed, SnapshotFetched
+from keepstep.keeper.node.events import SnapshotFetched
 from keepstep.keeper.transfer.chunk_store import DATA, MANIFEST, META, ChunkRequest
 from keepstep.keeper.transfer.fetch_replicas import ReplicaIndex
 from keepstep.keeper.transfer.reach import ChunkClient
@@ -47,6 +47,7 @@ from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.parity_buffer import ParityGroup
 from keepstep.recovery.plan import RankSource
 from keepstep.transport.interface import FetchError
+from keepstep.types import SnapshotInfo
 
 log = logging.getLogger("keepstep.keeper")
 
@@ -100,10 +101,10 @@ class SnapshotFetch:
             if arena is None or not arena.fits(manifest.need):
                 arena, reserved = self._make(manifest)
                 made, slot = arena, 0
-            sealed = self._fill(arena, slot, piece, found, manifest)
+            info = self._fill(arena, slot, piece, found, manifest)
             if reserved is not None:
                 reserved.result(RESERVE_S)
-            self._done(SnapshotFetched(self.plan, piece.rank, arena.arena_id, slot, sealed), made)
+            self._done(SnapshotFetched(self.plan, piece.rank, arena.arena_id, slot, info), made)
             return
         except StoppedError:
             failures: tuple[Failure, ...] = ()
@@ -156,7 +157,7 @@ class SnapshotFetch:
 
     def _fill(
         self, arena: Arena, slot: int, piece: RankSource, found: list[NodeManifest], manifest: RankManifest
-    ) -> SlotSealed:
+    ) -> SnapshotInfo:
         effect = self._effect
         trainer = dataclasses.replace(
             manifest.trainer, local_index=effect.local_index, local_world_size=effect.local_world_size
@@ -286,7 +287,7 @@ def _of_rank(manifest: NodeManifest, rank: int) -> RankManifest:
     return found
 
 
-def _seal(arena: Arena, slot: int, trainer: TrainerHeader, manifest: RankManifest) -> SlotSealed:
+def _seal(arena: Arena, slot: int, trainer: TrainerHeader, manifest: RankManifest) -> SnapshotInfo:
     """Every chunk was checked on its way: the checksums are the ones that the lost node had."""
     arena.write_trainer_header(slot, dataclasses.replace(trainer, state=h.COMMITTED))
     committed = arena.committed(slot)
@@ -301,7 +302,4 @@ def _seal(arena: Arena, slot: int, trainer: TrainerHeader, manifest: RankManifes
             table_digest=xxhash.xxh3_128_digest(manifest.table), sealed_at=time.time(),
         ),
     )  # fmt: skip
-    size = written.layout_bytes + written.values_bytes + written.payload_bytes
-    return SlotSealed(
-        arena.arena_id, slot, written.version, written.rank, written.world_size, written.local_world_size, size
-    )
+    return written.info

@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from keepstep.arena import checksum, memory_limits
 from keepstep.arena.chunks import Chunk
 from keepstep.arena.manifest import RankManifest
-from keepstep.arena.records import COMMITTED, TrainerHeader
+from keepstep.arena.records import COMMITTED
 from keepstep.arena.slots import Arena, SealedSlot, plan_header, total_bytes
 from keepstep.config import KeeperConfig
 from keepstep.errors import Error, IntegrityError, KeeperError
@@ -114,12 +114,10 @@ class WorkerPool:
                 wanted = version
                 sealed = self._again(lambda: checksum.seal(arena, effect.slot, wanted, self._digests))
         except Exception as error:
-            return SlotSealed(arena.arena_id, effect.slot, effect.version, 0, 1, 1, 0, str(error) or repr(error))
-        trainer, shares = sealed.trainer, self._shares(arena, effect.slot)
-        return SlotSealed(
-            arena.arena_id, effect.slot, trainer.version, trainer.rank, trainer.world_size,
-            trainer.local_world_size, snapshot_bytes(trainer), shares=shares, took_s=time.monotonic() - started,
-        )  # fmt: skip
+            return SlotSealed(arena.arena_id, effect.slot, effect.version, problem=str(error) or repr(error))
+        info, shares = sealed.trainer.info, self._shares(arena, effect.slot)
+        took_s = time.monotonic() - started
+        return SlotSealed(arena.arena_id, effect.slot, info.version, info, shares=shares, took_s=took_s)
 
     def _verify(self, arena: Arena, effect: VerifySlot) -> SlotVerified:
         return SlotVerified(arena.arena_id, effect.slot, effect.version, self._problem(arena, effect.slot))
@@ -226,14 +224,7 @@ def _together(found: list[ReplicaAuditAnswer]) -> ReplicaAuditAnswer:
 def _unsealed(arena: Arena, effect: SealSlot, version: Version) -> SlotSealed:
     found = arena.committed(effect.slot)
     assert found is not None
-    trainer = found[1]
-    return SlotSealed(
-        arena.arena_id, effect.slot, version, trainer.rank, trainer.world_size, trainer.local_world_size, 0
-    )
-
-
-def snapshot_bytes(trainer: TrainerHeader) -> int:
-    return trainer.layout_bytes + trainer.values_bytes + trainer.payload_bytes
+    return SlotSealed(arena.arena_id, effect.slot, version, found[1].info)
 
 
 def describe(arena: Arena) -> ArenaAdded:
@@ -245,12 +236,10 @@ def describe(arena: Arena) -> ArenaAdded:
         committed = trainer is not None and trainer.state == COMMITTED
         state = "sealed" if sealed else "committed" if committed else "free"
         if trainer is None or not committed:
-            slots.append(SlotFound(index, state, None, 0, 1, 1, 0))
+            slots.append(SlotFound(index, state))
             continue
-        size = snapshot_bytes(trainer)
-        where = (trainer.rank, trainer.world_size, trainer.local_world_size)
         age_s = max(0.0, time.time() - sealed.keeper.sealed_at) if sealed else 0.0
-        slots.append(SlotFound(index, state, trainer.version, *where, size, age_s))
+        slots.append(SlotFound(index, state, trainer.info, age_s))
     header = arena.header
     capacity = SnapshotSize(header.layout_capacity, header.values_capacity, header.payload_capacity)
     return ArenaAdded(

@@ -81,7 +81,7 @@ def test_a_slot_that_only_one_rank_saw_granted_is_not_given_out_again_before_it_
         effect = node.seals.pop(0)
         arena = node.arenas[effect.arena_id]
         arena.slots[effect.slot] = ("sealed", node.version(0))
-        done = SlotSealed(arena.arena_id, effect.slot, node.version(0), arena.index, 2, 2, 1)
+        done = SlotSealed(arena.arena_id, effect.slot, node.version(0), node.info(node.version(0), arena.index))
         for planned in node.core.handle(done, 0.0):
             node._carry_out(planned)
             if isinstance(planned, WriteGrant):
