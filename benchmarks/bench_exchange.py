@@ -37,7 +37,7 @@ from report import provenance, write_result
 from rich.console import Console
 
 from keepstep.config import PeersConfig
-from keepstep.transport import Body, Fetched, Peer, TcpTransport
+from keepstep.transport import Body, Fetched, FetchRequest, Peer, TcpTransport
 
 CHUNK_BYTES = 4 << 20
 SECRET = b"nothing of worth in here"
@@ -393,8 +393,10 @@ def keepstep_fetch(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> N
             at = number % num_chunks
             waiting.append(
                 peers.fetch(
-                    "server", at.to_bytes(8, "little"), view[at * CHUNK_BYTES : (at + 1) * CHUNK_BYTES],
-                    size_bytes=CHUNK_BYTES, expect=None, timeout_s=60.0,
+                    FetchRequest(
+                        "server", at.to_bytes(8, "little"), CHUNK_BYTES, 60.0,
+                        view[at * CHUNK_BYTES : (at + 1) * CHUNK_BYTES],
+                    )
                 )
             )  # fmt: skip
             if len(waiting) == WINDOW_CHUNKS:

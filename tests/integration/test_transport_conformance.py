@@ -12,7 +12,7 @@ import pytest
 import xxhash
 from transport_nodes import MemoryNet, Net, Node, TcpNet, num_sockets, our_threads, until
 
-from keepstep.transport import Body, FetchError, Peer
+from keepstep.transport import Body, FetchError, FetchRequest, Peer
 from keepstep.transport.interface import MAX_MESSAGE_BYTES, MAX_QUEUED_BYTES
 
 SLOW = 400_000
@@ -79,9 +79,9 @@ def test_without_a_buffer_the_bytes_are_returned_up_to_the_limit(net: Net) -> No
     b.things[b"few"] = Body.of_bytes(b"seven77")
     b.things[b"none"] = Body.of_bytes(b"")
     for request, expected in ((b"few", b"seven77"), (b"none", b"")):
-        future = a.peers.fetch("b", request, None, size_bytes=100, expect=None, timeout_s=5)
+        future = a.peers.fetch(FetchRequest("b", request, 100, 5.0))
         assert future.result(10).data == expected
-    future = a.peers.fetch("b", b"few", None, size_bytes=6, expect=None, timeout_s=5)
+    future = a.peers.fetch(FetchRequest("b", b"few", 6, 5.0))
     with pytest.raises(FetchError, match="7 bytes, not 6") as caught:
         future.result(10)
     assert not caught.value.lost

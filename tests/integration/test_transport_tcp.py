@@ -19,7 +19,7 @@ from transport_nodes import RUN_ID, SECRET, Node, Process, TcpNet, num_sockets, 
 from keepstep import faults
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
-from keepstep.transport import Body, FetchError, Peer, TcpTransport
+from keepstep.transport import Body, FetchError, FetchRequest, Peer, TcpTransport
 from keepstep.transport.address import resolve_address
 from keepstep.transport.connection import PeerSocket, PeerSocketError
 from keepstep.transport.door import MAX_UNAUTHENTICATED
@@ -584,7 +584,7 @@ def test_a_guest_that_proves_itself_is_let_in_and_may_ask_where_that_is_allowed(
         addresses = [Peer(name, "1", *one.card_address()) for name, one in (("closed", closed), ("open", open_))]
         guest.meet(addresses)
         until(lambda: guest.up("open"), "the guest is in")
-        asked = guest.fetch("open", b"?", None, size_bytes=10, expect=None, timeout_s=3.0)
+        asked = guest.fetch(FetchRequest("open", b"?", 10, 3.0))
         assert asked.result(5).data == b"yours"
         assert guest.send("open", b"hello")
         until(lambda: heard == ["guest"], "its word was heard")

@@ -24,7 +24,7 @@ import xxhash
 
 from keepstep.config import PeersConfig
 from keepstep.testing.memory_transport import MemoryHub, MemoryTransport
-from keepstep.transport import Body, Peer, Refusal, TcpTransport
+from keepstep.transport import Body, FetchRequest, Peer, Refusal, TcpTransport
 
 SECRET = b"a secret of this run"
 RUN_ID = "run-1"
@@ -81,8 +81,9 @@ class Node:
     def get(self, node: Node, name: bytes, size_bytes: int, **options: Any) -> Any:
         """Fetch into a buffer of our own: (future, buffer)."""
         buffer = bytearray(size_bytes)
-        asked = {"expect": None, "timeout_s": 10.0} | options
-        return self.peers.fetch(node.node_id, name, memoryview(buffer), size_bytes=size_bytes, **asked), buffer
+        timeout_s = options.pop("timeout_s", 10.0)
+        request = FetchRequest(node.node_id, name, size_bytes, timeout_s, memoryview(buffer), **options)
+        return self.peers.fetch(request), buffer
 
     def downs(self, node: Node) -> list[str]:
         return [reason for node_id, up, reason in self.links if node_id == node.node_id and not up]

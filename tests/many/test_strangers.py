@@ -34,7 +34,7 @@ from keepstep.keeper.coordinator.messages import (
 from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, META, PARITY, REBUILT, STREAM, ChunkRequest
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.recovery.plan import Rebuild
-from keepstep.transport.interface import Body, FetchError, Peer
+from keepstep.transport.interface import Body, FetchError, FetchRequest, Peer
 from keepstep.transport.tcp import TcpTransport
 from keepstep.types import Incarnation, Version
 
@@ -96,7 +96,7 @@ def test_a_keeper_that_does_not_belong_gets_nothing(what: str, place: Path) -> N
             assert not peers.send("a", b"hello")
             request = ChunkRequest(MANIFEST, run.trainers[0].protected).encode()
             with pytest.raises(FetchError):
-                peers.fetch("a", request, None, size_bytes=1 << 20, expect=None, timeout_s=1.0).result(5)
+                peers.fetch(FetchRequest("a", request, 1 << 20, 1.0)).result(5)
             run.protect()
 
 
@@ -149,7 +149,7 @@ def test_hostile_requests_are_refused(place: Path, caplog: pytest.LogCaptureFixt
         open_before = len(os.listdir("/proc/self/fd"))
         for _ in range(150):
             request = draw.choice([draw.randbytes(60), absurd_request(run, draw).encode()])
-            future = peers.fetch("a", request, None, size_bytes=1 << 20, expect=None, timeout_s=2.0)
+            future = peers.fetch(FetchRequest("a", request, 1 << 20, 2.0))
             with contextlib.suppress(FetchError):
                 future.result(5)
         run.protect()

@@ -30,6 +30,7 @@ from keepstep.transport.interface import (
     TIMEOUT_S,
     Body,
     Fetched,
+    FetchRequest,
     OnLink,
     OnMessage,
     Peer,
@@ -169,17 +170,8 @@ class MemoryTransport:
             other._wake.set()
         return True
 
-    def fetch(
-        self,
-        node_id: str,
-        request: bytes,
-        into: memoryview | None,
-        *,
-        size_bytes: int,
-        expect: bytes | None,
-        timeout_s: float,
-    ) -> Future[Fetched]:
-        fetch = PendingFetch(node_id, request, into, size_bytes=size_bytes, expect=expect, timeout_s=timeout_s)
+    def fetch(self, request: FetchRequest) -> Future[Fetched]:
+        fetch, node_id = PendingFetch(request), request.node_id
         refused = ""
         with self._hub.lock:
             link = self._links.get(node_id)
@@ -365,7 +357,7 @@ class MemoryTransport:
             passes = self._hub.passes(self.me.node_id, fetch.node_id)
             if not asked and other is not None and passes and time.monotonic() >= start:
                 asked = True
-                request = (self.me.node_id, fetch.request, fetch.size_bytes, fetch.exact)
+                request = (self.me.node_id, fetch.query, fetch.size_bytes, fetch.exact)
                 other._crew.start(f"serve-{self.me.node_id}", lambda: other._give(request, answers, late))  # noqa: B023
             time.sleep(0.0005 if asked else TICK_S)
         return answers[0]

@@ -4,6 +4,7 @@ from keepstep.transport.interface import (
     Body,
     Fetched,
     FetchError,
+    FetchRequest,
     OnLink,
     OnMessage,
     Peer,
@@ -16,6 +17,7 @@ from keepstep.transport.tcp import TcpTransport
 __all__ = [
     "Body",
     "FetchError",
+    "FetchRequest",
     "Fetched",
     "OnLink",
     "OnMessage",

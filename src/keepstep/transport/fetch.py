@@ -19,37 +19,30 @@ from keepstep.transport.interface import (
     MAX_REQUEST_BYTES,
     Fetched,
     FetchError,
+    FetchRequest,
 )
 
 
 class PendingFetch(Future[Fetched]):
     """Ends exactly once. Whoever ends it has let go of the buffer before."""
 
-    def __init__(
-        self,
-        node_id: str,
-        request: bytes,
-        into: memoryview | None,
-        *,
-        size_bytes: int,
-        expect: bytes | None,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, request: FetchRequest) -> None:
         super().__init__()
+        into, size_bytes = request.into, request.size_bytes
         if not 0 <= size_bytes <= (MAX_LOOSE_BODY_BYTES if into is None else MAX_BODY_BYTES):
             raise ValueError(f"a fetch of {size_bytes} bytes is out of bounds")
         if into is not None and (into.nbytes != size_bytes or not into.contiguous or (into.readonly and size_bytes)):
             raise ValueError(f"the buffer of {into.nbytes} bytes cannot receive {size_bytes}")
-        if len(request) > MAX_REQUEST_BYTES:
-            raise ValueError(f"a request of {len(request)} bytes is too long")
-        if expect is not None and len(expect) != CHECKSUM_BYTES:
+        if len(request.query) > MAX_REQUEST_BYTES:
+            raise ValueError(f"a request of {len(request.query)} bytes is too long")
+        if request.expect is not None and len(request.expect) != CHECKSUM_BYTES:
             raise ValueError("an xxh3_128 has 16 bytes")
-        self.node_id = node_id
-        self.request = bytes(request)
+        self.node_id = request.node_id
+        self.query = bytes(request.query)
         self.into = into.cast("B") if into is not None and size_bytes else into
         self.size_bytes = size_bytes
-        self.expect = expect
-        self.deadline = time.monotonic() + timeout_s
+        self.expect = request.expect
+        self.deadline = time.monotonic() + request.timeout_s
         self._guard = threading.RLock()  # done-callbacks run inside `cancel`
         self._interrupt: Callable[[], None] | None = None
         self.abandoned = False

@@ -85,6 +85,22 @@ class Body:
 
 
 @dataclass(frozen=True)
+class FetchRequest:
+    """One body wanted from one peer.
+
+    With `into` (of `size_bytes`) the body must have exactly that size; without, at most that size, and it is returned
+    as bytes. It is checked against `expect`, else against the checksum that the server sends with it.
+    """
+
+    node_id: str
+    query: bytes  # for the server: what is wanted
+    size_bytes: int
+    timeout_s: float
+    into: memoryview | None = None
+    expect: bytes | None = None
+
+
+@dataclass(frozen=True)
 class Fetched:
     """What came: checked, and of the right size."""
 
@@ -120,26 +136,22 @@ Serve = Callable[[str, bytes], Body]
 class Transport(Protocol):
     """Links to the other keepers of the run. Thread-safe; callbacks are given at construction."""
 
+    def card_address(self) -> tuple[str, int]:
+        """Address and port where peers reach this keeper."""
+
+    def admit(self, secret: bytes) -> None:
+        """Authenticate peers with this secret from now on. Links made with another one end."""
+
     def meet(self, peers: Sequence[Peer]) -> None:
         """These are the peers now. Others lose their link; a new instance or address replaces the old connection."""
 
     def send(self, node_id: str, message: bytes) -> bool:
         """Queue a message. False: the link is down, or the peer does not read; nothing was queued."""
 
-    def fetch(
-        self,
-        node_id: str,
-        request: bytes,
-        into: memoryview | None,
-        *,
-        size_bytes: int,
-        expect: bytes | None,
-        timeout_s: float,
-    ) -> Future[Fetched]:
-        """Ask that peer's server. With `into` (of `size_bytes`): exactly so many bytes; without: at most, returned.
+    def fetch(self, request: FetchRequest) -> Future[Fetched]:
+        """Request a body from that peer's server.
 
-        Checked against `expect`, else against the checksum that the server names. Ends with Fetched, FetchError, or
-        CancelledError after `cancel()`, which also stops a fetch that is under way.
+        Ends with Fetched, FetchError, or CancelledError after `cancel()`, which also stops a fetch that is under way.
         """
 
     def up(self, node_id: str) -> bool:

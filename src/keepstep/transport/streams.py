@@ -105,7 +105,7 @@ class FetchStreams:
 
     def _fetch(self, fetch: PendingFetch, wire: PeerSocket | None) -> PeerSocket | None:
         """End `fetch`, one way or another. The connection, if it can be used again."""
-        asked = RequestHead(next(self._numbers), len(fetch.request), fetch.size_bytes, fetch.exact)
+        asked = RequestHead(next(self._numbers), len(fetch.query), fetch.size_bytes, fetch.exact)
         for stale in (wire is not None, False):
             reason, lost, answered = "", True, False
             try:
@@ -134,7 +134,7 @@ class FetchStreams:
         return None
 
     def _ask(self, wire: PeerSocket, fetch: PendingFetch, asked: RequestHead) -> AnswerHead:
-        wire.write(asked.pack() + fetch.request, deadline=fetch.deadline)
+        wire.write(asked.pack() + fetch.query, deadline=fetch.deadline)
         # Until the answer begins only the fetch's own deadline counts: the server may have to think.
         return AnswerHead.unpack(wire.read_exact(ANSWER_HEAD_BYTES, deadline=fetch.deadline), asked)
 

@@ -37,7 +37,7 @@ from keepstep.transport.handshake import (
     ListeningHandshake,
     run_key,
 )
-from keepstep.transport.interface import NUM_STREAMS, TIMEOUT_S, Fetched, OnLink, OnMessage, Peer, Serve
+from keepstep.transport.interface import NUM_STREAMS, TIMEOUT_S, Fetched, FetchRequest, OnLink, OnMessage, Peer, Serve
 from keepstep.transport.links import PeerLinks
 from keepstep.transport.serve import RequestServer
 from keepstep.transport.session import PeerSession
@@ -136,18 +136,9 @@ class TcpTransport:
     def send(self, node_id: str, message: bytes) -> bool:
         return self._links.send(node_id, message)
 
-    def fetch(
-        self,
-        node_id: str,
-        request: bytes,
-        into: memoryview | None,
-        *,
-        size_bytes: int,
-        expect: bytes | None,
-        timeout_s: float,
-    ) -> Future[Fetched]:
-        fetch = PendingFetch(node_id, request, into, size_bytes=size_bytes, expect=expect, timeout_s=timeout_s)
-        session = self._links.session(node_id)
+    def fetch(self, request: FetchRequest) -> Future[Fetched]:
+        fetch = PendingFetch(request)
+        session = self._links.session(request.node_id)
         if session is None or session.streams is None:
             fetch.fail_waiting("closed" if self._closed else "the link is down", lost=True)
         else:

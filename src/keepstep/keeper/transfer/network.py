@@ -45,7 +45,7 @@ from keepstep.keeper.transfer.stripe_reads import SourceFailedError, StoppedErro
 from keepstep.layout import ReplicaSet
 from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.recovery.inventory import ParitySet, SetKey
-from keepstep.transport.interface import TIMEOUT_S, Peer
+from keepstep.transport.interface import TIMEOUT_S, Peer, Transport
 from keepstep.transport.tcp import TcpTransport
 from keepstep.types import Version
 
@@ -120,7 +120,7 @@ class KeeperNetwork:
         seat.write(identity.directory / SEAT)
         self.card = NodeCard(identity.node_id, seat.instance, address, port, config.failure_domain)
 
-    def _listen(self, seat: KeeperAddress) -> TcpTransport:
+    def _listen(self, seat: KeeperAddress) -> Transport:
         config = self._config
         for port in (seat.port, config.peers.port):
             try:

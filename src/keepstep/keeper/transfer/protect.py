@@ -36,6 +36,7 @@ from keepstep.parity.code import Code
 from keepstep.parity.parity_buffer import ParityBuffer, ParityGroup, size_needed
 from keepstep.parity.placement import Placement
 from keepstep.recovery.inventory import ParitySet
+from keepstep.transport.interface import FetchRequest
 
 SAY_S = 0.2
 NICE = 5
@@ -236,8 +237,8 @@ class ParityBuilder:
         """The peer should look at what it sent: if its memory is damaged, its version is not complete any more."""
         if failed.error.lost or failed.source.rank < 0:
             return
-        request = ChunkRequest(CHECK, self.key.version, failed.source.rank).encode()
-        self._peers.fetch(failed.error.node_id, request, None, size_bytes=1, expect=None, timeout_s=self._timeout_s)
+        query = ChunkRequest(CHECK, self.key.version, failed.source.rank).encode()
+        self._peers.fetch(FetchRequest(failed.error.node_id, query, 1, self._timeout_s))
 
 
 def stripe_sizes(placement: Placement, found: list[NodeManifest], stripe: int) -> Iterator[int]:

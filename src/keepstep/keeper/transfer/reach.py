@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import xxhash
 
 from keepstep.keeper.transfer.chunk_store import ChunkStore
-from keepstep.transport.interface import Fetched, FetchError, Refusal, Transport
+from keepstep.transport.interface import Fetched, FetchError, FetchRequest, Refusal, Transport
 
 
 class ChunkClient:
@@ -17,29 +17,21 @@ class ChunkClient:
     def __init__(self, node_id: str, shelf: ChunkStore, peers: Transport) -> None:
         self.node_id, self.shelf, self._peers = node_id, shelf, peers
 
-    def fetch(
-        self,
-        node_id: str,
-        request: bytes,
-        into: memoryview | None,
-        *,
-        size_bytes: int,
-        expect: bytes | None,
-        timeout_s: float,
-    ) -> Future[Fetched]:
-        if node_id != self.node_id:
-            return self._peers.fetch(node_id, request, into, size_bytes=size_bytes, expect=expect, timeout_s=timeout_s)
+    def fetch(self, request: FetchRequest) -> Future[Fetched]:
+        if request.node_id != self.node_id:
+            return self._peers.fetch(request)
         future: Future[Fetched] = Future()
         future.set_running_or_notify_cancel()
         try:
-            future.set_result(self._read(request, into, size_bytes, expect))
+            future.set_result(self._read(request))
         except FetchError as error:
             future.set_exception(error)
         return future
 
-    def _read(self, request: bytes, into: memoryview | None, size_bytes: int, expect: bytes | None) -> Fetched:
+    def _read(self, request: FetchRequest) -> Fetched:
+        into, size_bytes = request.into, request.size_bytes
         try:
-            body = self.shelf.serve(self.node_id, request)
+            body = self.shelf.serve(self.node_id, request.query)
         except Refusal as refusal:
             raise FetchError(self.node_id, str(refusal), lost=False) from refusal
         try:
@@ -54,7 +46,7 @@ class ChunkClient:
             if body.release is not None:
                 body.release()
         digest = xxhash.xxh3_128_digest(buffer)
-        if digest != (expect or body.checksum):
+        if digest != (request.expect or body.checksum):
             raise FetchError(self.node_id, "the bytes do not match their checksum", lost=False)
         return Fetched(len(buffer), digest, None if into is not None else bytes(buffer))
 

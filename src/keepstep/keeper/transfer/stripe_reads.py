@@ -17,7 +17,7 @@ from typing import Any
 
 from keepstep.keeper.transfer.reach import ChunkClient
 from keepstep.layout import CHUNK_BYTES
-from keepstep.transport.interface import Fetched, FetchError
+from keepstep.transport.interface import Fetched, FetchError, FetchRequest
 
 MAX_DEPTH = 16
 RETRY_S = 0.2
@@ -158,9 +158,8 @@ class StripeReader:
 
     def _ask(self, source: ChunkSource, view: memoryview) -> Future[Fetched]:
         future = self._peers.fetch(
-            source.node_id, source.request, view, size_bytes=source.size_bytes, expect=source.expect,
-            timeout_s=self._timeout_s,
-        )  # fmt: skip
+            FetchRequest(source.node_id, source.request, source.size_bytes, self._timeout_s, view, source.expect)
+        )
         future.add_done_callback(lambda ended: self._note(source.node_id, ended))
         return future
 
@@ -217,10 +216,8 @@ def fetch_bytes(
     """A body of unknown size, at most `source.size_bytes`."""
     failures = _Failures(patience)
     while True:
-        future = peers.fetch(
-            source.node_id, source.request, None, size_bytes=source.size_bytes, expect=source.expect,
-            timeout_s=timeout_s,
-        )  # fmt: skip
+        request = FetchRequest(source.node_id, source.request, source.size_bytes, timeout_s, expect=source.expect)
+        future = peers.fetch(request)
         try:
             while True:
                 if stopped.is_set():
