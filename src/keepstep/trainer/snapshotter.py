@@ -20,8 +20,7 @@ import torch
 
 from keepstep.arena.records import Grant
 from keepstep.config import Config, resolve
-from keepstep.control.client import RESTORE_S
-from keepstep.control.messages import Committed, Complete, Done, Loaded, Protected, Void, Voided
+from keepstep.control.messages import Committed, Complete, Protected, Void, Voided
 from keepstep.errors import CaptureError, ConfigError
 from keepstep.layout import SnapshotSize
 from keepstep.trainer.capture.capture import Capture
@@ -33,7 +32,7 @@ from keepstep.trainer.connection.environment import (
     registration,
     warn_about_shared_store,
 )
-from keepstep.trainer.connection.keeper_link import KeeperLink, Listeners
+from keepstep.trainer.connection.keeper_link import KeeperLink, Listeners, RankState
 from keepstep.trainer.connection.world import World
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.rank_arena import RankArena
@@ -73,8 +72,10 @@ class Snapshotter:
         listeners = Listeners(self._on_complete, self._on_protected, self._on_voided, self._on_arena_refused)
         met = meet_if_needed(self._identity, self.config, self._place)
         register = registration(self.config, self._place, met)
-        self._link = KeeperLink(self._identity, self.config, register, listeners, met.membership if met else None)
-        self._link.progress = lambda: self._progress
+        self._rank = RankState()
+        membership = met.membership if met else None
+        self._link = KeeperLink(self._identity, self.config, register, self._rank, listeners, membership)
+        self._link.connect()
         _open_here.add(key)
         self._key = key
         optimizers = [(item.path, unwrap_optimizer(item.thing)) for item in self._items.of(OPTIMIZER)]
@@ -89,12 +90,10 @@ class Snapshotter:
             StateReader(self._items, rng=self.config.rng, grads=self.config.grads), self._fence, self._sharing,
             self._replicas, Stillness(restless=bool(self._sharded)), SMALL_BYTES,
         )  # fmt: skip
-        self._memory = RankArena(self._link, self.config.arena)
-        self._link.arena_id = lambda: self._memory.arena_id
+        self._memory = RankArena(self._link, self._rank, self.config.arena)
         self._waiting = PendingSnapshots()
         self._taking = threading.Lock()
         """held by a `take` as long as it writes into the arena"""
-        self._progress = -1
         self._used = ("", -1)
         """the arena and serial of the last grant that was used"""
         self._warned: set[str] = set()
@@ -126,15 +125,10 @@ class Snapshotter:
         watch.lap("memory for snapshots")
         self._prepare_devices(need)
         watch.lap("devices")
-        self._begin(restored.step if restored else None)
+        self._link.report_loaded(restored.step if restored else None)
         watch.lap("waiting for all ranks")
         log.info("ready for the first step: %s", watch)
         return restored
-
-    def _begin(self, step: int | None) -> None:
-        """Ready for the first step; returns when all ranks are."""
-        self._link.request(Loaded(step), Done, timeout_s=RESTORE_S)
-        self._link.ready = True
 
     # What other nodes hold too
 
@@ -190,11 +184,10 @@ class Snapshotter:
             return PendingSnapshot(step, reason=f"take failed: {error!r}")
 
     def _take(self, step: int) -> PendingSnapshot:
-        if step <= self._progress:
-            return self._skip(step, f"steps must grow: the last one was {self._progress}")
-        self._progress = step
+        if step <= self._rank.step:
+            return self._skip(step, f"steps must grow: the last one was {self._rank.step}")
+        self._rank.step = step
         stepped = self._fence.take_stepped()
-        self._memory.step = step
         self._capture.suspect()
         if step % self.config.every:
             return self._skip(step, f"not due: every={self.config.every}")
@@ -228,7 +221,9 @@ class Snapshotter:
         if view is None:
             # restore() was never called: prepare behind the training.
             if not self._memory.busy:
-                self._memory.get_behind(self._foresee(), before=lambda: None, after=lambda: self._begin(None))
+                self._memory.get_behind(
+                    self._foresee(), before=lambda: None, after=partial(self._link.report_loaded, None)
+                )
             return "the memory is being prepared: call restore() before the first step"
         if self._memory.busy:
             return "the arena is growing"

@@ -21,15 +21,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from keepstep.config import Config
-from keepstep.control.client import REQUEST_S, KeeperClient, NoAnswerError
+from keepstep.control.client import REQUEST_S, RESTORE_S, KeeperClient, NoAnswerError
 from keepstep.control.held_memory import HeldMemory
 from keepstep.control.messages import (
     Committed,
     Complete,
+    Done,
     Ending,
     Goodbye,
     Held,
     Hold,
+    Loaded,
     Membership,
     Protected,
     Register,
@@ -56,6 +58,18 @@ M = TypeVar("M")
 _links: weakref.WeakSet[KeeperLink] = weakref.WeakSet()
 
 
+@dataclass
+class RankState:
+    """How far this rank is: what a keeper that replaces a dead one must be told with the registration.
+
+    Written by the Snapshotter (`step`), RankArena (`arena_id`) and KeeperLink (`restored`); any thread may read.
+    """
+
+    step: int = -1  # Step of the last `take` that has ended, captured or not.
+    arena_id: str = ""  # The arena that the keeper grants in, although this rank may still be mapping it.
+    restored: bool = False  # Past restore(): from here on the keeper's death must not disturb training.
+
+
 @dataclass(frozen=True)
 class Listeners:
     """What the snapshotter wants to hear. Called from the link's threads."""
@@ -75,12 +89,14 @@ class KeeperLink:
         identity: Identity,
         config: Config,
         register: Register,
+        state: RankState,
         listeners: Listeners,
         membership: Membership | None = None,
     ) -> None:
-        """`membership`: what this trainer, and no launcher, told the keeper of its peers."""
+        """`membership`: given where this trainer, and no launcher, introduces the keeper to its peers."""
         self.identity, self.config = identity, config
-        self._register, self._listeners = register, listeners
+        self._register, self._state, self._listeners = register, state, listeners
+        self._incarnation: Incarnation | None = None
         self._client: KeeperClient | None = None
         """registered; who only dials is not here yet"""
         self._refused = False
@@ -90,15 +106,32 @@ class KeeperLink:
         self._closed = threading.Event()
         self.ended = ""
         """why the keeper ended on purpose: nobody starts another one"""
-        self.ready = False
-        """past restore(): from now on the keeper's death must not disturb"""
         self._words: list[Committed | Void] = []
         """oldest first: what a new keeper must be told again"""
         self.memory = HeldMemory(membership, request_timeout_s=REQUEST_S)
-        self.progress: Callable[[], int] = lambda: -1
-        self.arena_id: Callable[[], str] = lambda: ""
-        self.incarnation = self._connect()
-        _links.add(self)
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The incarnation of the job that this trainer belongs to, for as long as it lives."""
+        assert self._incarnation is not None, "connect() comes first"
+        return self._incarnation
+
+    def connect(self) -> None:
+        """Register with the keeper of this node, started if there is none. Raises when there is none in time."""
+        deadline = time.monotonic() + START_S
+        while True:
+            self.ended = ""  # The keeper of a run that just ended may still be exiting.
+            try:
+                self._incarnation = self._attempt(may_start=True)
+                self.ended = ""  # Its Ending may arrive when the next keeper has answered already.
+                _links.add(self)
+                return
+            except Error:
+                if self._refused or time.monotonic() >= deadline:
+                    self._closed.set()
+                    self.memory.close()
+                    raise
+                time.sleep(FIRST_RETRY_S)
 
     @property
     def up(self) -> bool:
@@ -116,7 +149,13 @@ class KeeperLink:
                 return client.request(message, expect, timeout_s=max(0.1, deadline - time.monotonic()))
             except KeeperError:
                 gone = client is None or client.lost
-                if not gone or self.ready or self.ended or self._closed.is_set() or time.monotonic() >= deadline:
+                if (
+                    not gone
+                    or self._state.restored
+                    or self.ended
+                    or self._closed.is_set()
+                    or time.monotonic() >= deadline
+                ):
                     raise
                 time.sleep(FIRST_RETRY_S)
 
@@ -131,6 +170,11 @@ class KeeperLink:
             except Exception:  # said again when the connection is back
                 log.warning("the keeper could not be told about step %d", word.version.step)
                 client.hang_up()
+
+    def report_loaded(self, step: int | None) -> None:
+        """Report that this rank is ready for the first step; returns when all ranks are."""
+        self.request(Loaded(step), Done, timeout_s=RESTORE_S)
+        self._state.restored = True
 
     def status(self) -> Status:
         answer, _ = self.request(WantStatus(), StatusIs, timeout_s=REQUEST_S)
@@ -157,23 +201,7 @@ class KeeperLink:
         self.memory.close_in_forked_child()
         self._closed.set()
 
-    # Coming and coming back
-
-    def _connect(self) -> Incarnation:
-        """The first connection: a keeper that cannot be had is the caller's error."""
-        deadline = time.monotonic() + START_S
-        while True:
-            self.ended = ""  # the keeper of a run that just ended may still be on its way out
-            try:
-                incarnation = self._attempt(may_start=True)
-                self.ended = ""  # its last word may come when another one has answered already
-                return incarnation
-            except Error:
-                if self._refused or time.monotonic() >= deadline:
-                    self._closed.set()
-                    self.memory.close()
-                    raise
-                time.sleep(FIRST_RETRY_S)
+    # Connecting and reconnecting
 
     def _attempt(self, *, may_start: bool) -> Incarnation:
         """Dial, give back, register; only then others may use the connection."""
@@ -185,12 +213,12 @@ class KeeperLink:
                 raise
             start_keeper(self.identity, self.config)
             client = self._dial()
-        rejoin = self.ready
+        rejoin = self._state.restored
         try:
             refused = self.memory.give_back(client)
             self.memory.reintroduce(client)
             register = msgspec.structs.replace(
-                self._register, rejoin=rejoin, progress=self.progress(), arena_id=self.arena_id()
+                self._register, rejoin=rejoin, progress=self._state.step, arena_id=self._state.arena_id
             )
             answer, _ = client.request(register, Registered, timeout_s=self._fence_timeout_s)
         except BaseException as error:
@@ -209,7 +237,7 @@ class KeeperLink:
             client.post(Held(names))
         for word in self._words if rejoin else ():
             client.post(word)
-        if rejoin and self.arena_id() in refused:
+        if rejoin and self._state.arena_id in refused:
             self._listeners.arena_refused()
         return answer.incarnation
 

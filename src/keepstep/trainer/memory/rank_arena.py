@@ -16,7 +16,7 @@ from keepstep.control.client import RESTORE_S
 from keepstep.control.messages import ArenaGiven, WantArena
 from keepstep.identity import Identity, start_time
 from keepstep.layout import SnapshotSize
-from keepstep.trainer.connection.keeper_link import KeeperLink
+from keepstep.trainer.connection.keeper_link import KeeperLink, RankState
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.progress import ProgressLine, waiting_for
 from keepstep.trainer.plan import arena_size
@@ -30,15 +30,11 @@ PREFAULT_THREADS = 8  # populating pages takes 0.5 s per GiB and thread
 class RankArena:
     """Owns the view of the arena. One thread at a time replaces it."""
 
-    def __init__(self, link: KeeperLink, config: ArenaConfig) -> None:
-        self._link, self._config = link, config
+    def __init__(self, link: KeeperLink, state: RankState, config: ArenaConfig) -> None:
+        self._link, self._state, self._config = link, state, config
         self.view: ArenaView | None = None
         self.busy = False
         """an arena is being made behind the training"""
-        self._given = ""
-        """the arena that is this rank's, though it may still be moving into it"""
-        self.step = -1
-        """how far this rank has come"""
         self._self = (os.getpid(), start_time(os.getpid()))
         """who writes: a keeper that takes over fences us by it, should we not come back"""
         self._spare: ArenaView | None = None
@@ -92,7 +88,7 @@ class RankArena:
         wanted = WantArena(need, arena_slots(self._config), self._config.memory_limit_bytes)
         given, fds = self._link.request(wanted, ArenaGiven, timeout_s=RESTORE_S)
         self._link.memory.hold(given.arena_id, fds[0])
-        self._given = given.arena_id
+        self._state.arena_id = given.arena_id
         return given.arena_id, fds[0]
 
     def _move_in_the_end(self, arena_id: str, fd: int) -> None:
@@ -147,11 +143,6 @@ class RankArena:
             self.get_behind(arena_size.larger(need, times=self._times_grown), before=before, after=lambda: None)
             self._times_grown += 1
 
-    @property
-    def arena_id(self) -> str:
-        """Where the keeper grants: a new one that asks must be told the same."""
-        return self._given
-
     def replace(self, *, before: Callable[[], object]) -> None:
         """Another arena of the same size: the keeper does not take this one back."""
         view = self.view
@@ -165,7 +156,7 @@ class RankArena:
         with self._changing:
             if self.view is not None:
                 try:
-                    self.view.arena.write_progress(Progress(self._link.incarnation, self.step, *self._self))
+                    self.view.arena.write_progress(Progress(self._link.incarnation, self._state.step, *self._self))
                 except OSError as error:
                     log.warning("progress cannot be written: %s", error)
 
