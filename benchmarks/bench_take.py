@@ -152,8 +152,6 @@ def make_plan(name: str, options: argparse.Namespace, directory: Path) -> Plan:
 def child_environment(name: str, tag: str, scratch: Path) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("KEEPSTEP_")}
     own = {"KEEPSTEP_RUN_ID": tag, "KEEPSTEP_RUNTIME_DIR": f"{scratch}/run", "KEEPSTEP_KEEPER_LEASE_S": str(LEASE_S)}
-    if name == "keepstep-copy-alone":
-        own["KEEPSTEP_BENCH_NO_SEAL"] = "1"
     if name == "dlrover":
         own["TORCHELASTIC_RUN_ID"] = tag  # names its sockets and its segment in /dev/shm
     return inherited | own

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -96,6 +98,14 @@ def open_keepstep(workload: Workload, directory: Path, wait_s: float) -> Iterato
     with keepstep.Snapshotter(workload.state, config) as snapshots:
         snapshots.restore()
         yield _Keepstep(snapshots, wait_s)
+
+
+@contextmanager
+def open_keepstep_without_seals(workload: Workload, directory: Path, wait_s: float) -> Iterator[Saver]:
+    """The copy alone: a keeper that reports every snapshot as sealed and reads none."""
+    subprocess.run([sys.executable, str(Path(__file__).with_name("keeper_without_seals.py"))], check=True)
+    with open_keepstep(workload, directory, wait_s) as saver:
+        yield saver
 
 
 class _DcpAsync(_Blocking):
@@ -241,7 +251,7 @@ def open_dlrover(workload: Workload, directory: Path, wait_s: float) -> Iterator
 
 OPENERS: dict[str, Opener] = {
     "keepstep": open_keepstep,
-    "keepstep-copy-alone": open_keepstep,
+    "keepstep-copy-alone": open_keepstep_without_seals,
     "dcp-thread": open_dcp_thread,
     "dcp-process": open_dcp_process,
     "dcp-async-staging": open_dcp_async_staging,

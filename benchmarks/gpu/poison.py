@@ -15,6 +15,7 @@ import numpy as np
 from children import Bench, end, private_run, scratch_directory, start
 from kills import Words
 from results import say
+from stamped import SCALE
 from stamps import COUNTER, ODD, name_of, number_of, salt_of
 
 from keepstep import layout as layouts
@@ -23,7 +24,6 @@ from keepstep.arena.slots import Arena, SealedSlot
 from keepstep.layout import Entry, Layout
 from keepstep.testing.run import LocalRun
 
-SCALE = "KEEPSTEP_TEST_WINDOW_SCALE"
 SETTINGS = {"KEEPSTEP_ARENA_SLOTS": "4", "KEEPSTEP_TAKE_STAGING_SHARE": "0.5"}
 """time to read a slot before it is used again; room for clones, so that a wrong split can be wrong either way"""
 STOP = "stop"

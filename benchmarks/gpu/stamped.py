@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ from torch import Tensor, nn
 
 import keepstep
 from keepstep import Survives
+from keepstep.trainer.capture import capture
+from keepstep.trainer.capture.device_lane import DeviceLanes
 
 WORDS, STOP = "words", "stop"
+SCALE = "KEEPSTEP_BENCH_WINDOW_SCALE"  # from the parent, for `train_poisoned`
 HALF_EVERY = 4
 """every so many parameters one is bf16"""
 MOST_MATMULS = 12
@@ -145,6 +149,7 @@ def train_poisoned(task: Task) -> None:
     """Snapshots at full speed until the parent has seen enough; then what became of each."""
     words, busy, device = Words(task), Busy(task.device), Device(task.device)
     model, optimizer = make_stamped(numels_for(task.sizes.poison_bytes), task.device)
+    capture.DeviceLanes = partial(DeviceLanes, window_scale=float(os.environ.get(SCALE, "1")))  # type: ignore[misc]
     stop = Path(task.scratch) / STOP
     taken: list[keepstep.PendingSnapshot] = []
     reasons: dict[str, int] = {}

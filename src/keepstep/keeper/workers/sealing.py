@@ -26,12 +26,9 @@ from keepstep.keeper.workers.checksum_client import LEAST_BYTES, ChecksumClient
 from keepstep.keeper.workers.checksum_worker import NICENESS
 from keepstep.keeper.workers.replica_digests import answer, class_digests
 from keepstep.layout import SnapshotSize
-from keepstep.types import Version
 
 log = logging.getLogger("keepstep.keeper")
 
-# Measuring only: a snapshot is called sealed without reading it (benchmarks/bench_take.py, "copy alone").
-NO_SEAL = "KEEPSTEP_BENCH_NO_SEAL"
 JOBS = 4
 MOST_THREADS = 32
 RETRY_PAUSES_S = (0.01, 0.1, 1.0)
@@ -109,8 +106,6 @@ class WorkerPool:
                     version = found[1].version
                 if effect.newer_than is not None and version <= effect.newer_than:
                     raise IntegrityError(f"{version} was sealed once and its seal is gone")
-                if os.environ.get(NO_SEAL):
-                    return _unsealed(arena, effect, version)
                 wanted = version
                 sealed = self._again(lambda: checksum.seal(arena, effect.slot, wanted, self._digests))
         except Exception as error:
@@ -219,12 +214,6 @@ def _together(found: list[ReplicaAuditAnswer]) -> ReplicaAuditAnswer:
         return ReplicaAuditAnswer()
     units = tuple(unit for one in found for unit in one.units)
     return ReplicaAuditAnswer(found[0].n, found[0].m, units, found[0].paths)
-
-
-def _unsealed(arena: Arena, effect: SealSlot, version: Version) -> SlotSealed:
-    found = arena.committed(effect.slot)
-    assert found is not None
-    return SlotSealed(arena.arena_id, effect.slot, version, found[1].info)
 
 
 def describe(arena: Arena) -> ArenaAdded:

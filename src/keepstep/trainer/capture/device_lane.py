@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -13,15 +12,13 @@ from keepstep.trainer.capture.device_copy import PIECE_BYTES, DeviceLane
 
 STAGING_FREE_SHARE = 0.05  # of the free device memory; the smaller of this and take.staging_share counts
 
-# For tests only: a factor on what the split holds to be possible in time.
-WINDOW_SCALE = "KEEPSTEP_TEST_WINDOW_SCALE"
-
 
 class DeviceLanes:
     """Made before training where the state is known by then, else with the first snapshot."""
 
-    def __init__(self, config: TakeConfig) -> None:
-        self._config = config
+    def __init__(self, config: TakeConfig, *, window_scale: float = 1.0) -> None:
+        """`window_scale`: factor on the bytes that the staging policy expects to be copied in time."""
+        self._config, self._window_scale = config, window_scale
         self._lanes: dict[torch.device, DeviceLane] = {}
 
     def of(self, device: torch.device) -> DeviceLane:
@@ -31,10 +28,9 @@ class DeviceLanes:
 
     def prepare(self, sizes: dict[torch.device, int], codes: set[tuple[int, int]]) -> None:
         """Memory for clones, for states of these sizes, and everything loaded; `codes`: (k, m) of parity."""
-        scale = float(os.environ.get(WINDOW_SCALE, "1"))
         for device, size_bytes in sizes.items():
             if device not in self._lanes:
-                self._lanes[device] = DeviceLane(device, self._budget(device, size_bytes), scale=scale)
+                self._lanes[device] = DeviceLane(device, self._budget(device, size_bytes), scale=self._window_scale)
                 self._lanes[device].warm_up(codes)
 
     def _budget(self, device: torch.device, size_bytes: int) -> int:
