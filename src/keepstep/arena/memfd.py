@@ -17,7 +17,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from keepstep import faults
@@ -188,52 +188,33 @@ class Mapping:
         self.map = memoryview(bytes_there).cast("B")
         self.address: int = address
         self.size_bytes = size
-        self._populating = threading.Lock()
-        self._populated: set[int] = set()
-        """starts of the steps that are done: what was cancelled goes on from there"""
 
-    def populate(
-        self,
-        threads: int,
-        progress: Callable[[int], None] = lambda done: None,
-        *,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def populate(self, threads: int, progress: Callable[[int], None] = lambda done: None) -> None:
         """Fault every page in, once, so that the first snapshot costs what the hundredth does."""
-        with self._populating:
-            starts = [start for start in range(0, self.size_bytes, POPULATE_STEP) if start not in self._populated]
-            done_bytes = self.size_bytes - sum(min(POPULATE_STEP, self.size_bytes - start) for start in starts)
+        done_bytes = 0
 
-            def done(start: int, size: int) -> None:
-                nonlocal done_bytes
-                self._populated.add(start)
-                done_bytes += size
-                progress(done_bytes)
+        def done(size: int) -> None:
+            nonlocal done_bytes
+            done_bytes += size
+            progress(done_bytes)
 
-            self._fault_in(starts, self.size_bytes, threads, done, cancelled)
+        self._fault_in(0, self.size_bytes, threads, done)
 
     def populate_range(self, begin: int, end: int, threads: int) -> None:
         """Fault pages in, by reading: those that are there already, after a restart, come sixteen at a time that way,
         and a page of shared memory is mapped writable when it is read.
         """
         begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        self._fault_in(range(begin, end, POPULATE_STEP), end, threads)
+        self._fault_in(begin, end, threads)
 
-    def _fault_in(
-        self,
-        starts: Sequence[int],
-        end: int,
-        threads: int,
-        done: Callable[[int, int], None] = lambda start, size: None,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def _fault_in(self, begin: int, end: int, threads: int, done: Callable[[int], None] = lambda size: None) -> None:
         lock, held = threading.Lock(), self.map  # held: a `close` must not take the map away under this, but ends it
-        todo = iter(starts)
+        todo = iter(range(begin, end, POPULATE_STEP))
         """gives each to one thread: it runs outside the interpreter's loop"""
 
         def some() -> None:
             for start in todo:
-                if cancelled() or self.map is not held or not held:
+                if self.map is not held or not held:
                     return
                 size = min(POPULATE_STEP, end - start)
                 faults.point("segment.populate")
@@ -242,7 +223,7 @@ class Mapping:
                     for page in range(start, start + size, mmap.PAGESIZE):  # kernels before 5.14
                         held[page]
                 with lock:
-                    done(start, size)
+                    done(size)
 
         with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-populate") as pool:
             for one in [pool.submit(some) for _ in range(threads)]:

@@ -13,7 +13,7 @@ moving       how it is copied on the host
 leaving      how it leaves a device; landing: what of it is whole; prepared: what the next one needs
 loading      restore(): asked, read, compared, written
 restore      into the live objects: checked first, then strictly in place, RNG last
-ring         how its bytes get to devices; ahead: what is prepared while the keeper still checks them
+ring         how its bytes get to devices
 memory       the arena: asked for, faulted in, made larger
 sizing       how large the arena must be before optimizer state exists
 link         the connection to the keeper, and coming back to a new one

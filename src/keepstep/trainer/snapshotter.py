@@ -116,7 +116,7 @@ class Snapshotter:
 
     def _restore(self, rehearsal: Callable[[], object] | None) -> Restored | None:
         watch = Stopwatch()
-        loading = RestoreRun(self.config, self._identity, self._place, self._items, self._link, self._memory)
+        loading = RestoreRun(self.config, self._identity, self._place, self._items, self._link)
         restored = loading.run(rehearsal, self._replicas, watch)
         # Before the first step: all that can fail, fails here.
         need = self._foresee()

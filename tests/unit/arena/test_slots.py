@@ -1103,25 +1103,6 @@ def test_populate_faults_every_page_in_and_changes_none(monkeypatch: pytest.Monk
     assert (len(seen), seen[-1]) == (6, size)
 
 
-def test_populating_that_was_cancelled_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "POPULATE_STEP", 1 << 20)
-    size = (5 << 20) + PAGE
-    steps: list[str] = []
-    seen: list[int] = []
-    faults.install(lambda name: steps.append(name) if name == "segment.populate" else None)
-    with mapped(size) as (_, mapping):
-        mapping.populate(2, seen.append, cancelled=lambda: len(steps) >= 2)
-        assert 0 < _resident_bytes(mapping) < size
-        mapping.populate_range(0, PAGE, 1)  # another's, of part of a step: not counted
-        steps.remove("segment.populate")
-        mapping.populate(2, seen.append)
-        assert _resident_bytes(mapping) == size
-        mapping.populate(2, seen.append)
-    assert len(steps) == 6
-    assert seen[-1] == size
-    assert seen == sorted(set(seen))
-
-
 def test_populate_never_writes_so_it_cannot_undo_what_a_take_writes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fallback of old kernels runs beside the first `take`: on a map that is read-only a write would be fatal."""
     monkeypatch.setattr(segments, "MADV_POPULATE_READ", 9999)

@@ -37,18 +37,9 @@ class RankArena:
         """an arena is being made behind the training"""
         self._self = (os.getpid(), start_time(os.getpid()))
         """who writes: a keeper that takes over fences us by it, should we not come back"""
-        self._spare: ArenaView | None = None
-        """of the arena that was restored from: most likely the one that is written next"""
         self._times_grown = 0
         self._changing = threading.Lock()
         self._closed = threading.Event()
-
-    def keep(self, view: ArenaView) -> None:
-        """Mapped already, and perhaps of use."""
-        with self._changing:
-            old, self._spare = self._spare, view
-        if old is not None:
-            old.close()
 
     def get(self, need: SnapshotSize, *, show: bool) -> None:
         """Have an arena with room for `need`. Raises the one error that a user gets when it does not fit."""
@@ -105,9 +96,8 @@ class RankArena:
 
     def _move_into(self, arena_id: str, fd: int, *, show: bool) -> None:
         if self.view is not None and self.view.arena.arena_id == arena_id:
-            self._drop_spare()
             return
-        view = self._open(arena_id, fd)
+        view = open_view(os.dup(fd), self._link.identity)
         try:
             with ProgressLine(view.arena.segment.size_bytes, enabled=show) as progress:
                 view.mapping.populate(PREFAULT_THREADS, progress)
@@ -121,21 +111,6 @@ class RankArena:
         if old is not None:
             old.close()
         self.write_progress()
-
-    def _open(self, arena_id: str, fd: int) -> ArenaView:
-        with self._changing:
-            spare = self._spare
-            if spare is not None and spare.arena.arena_id == arena_id:
-                self._spare = None
-                return spare
-        self._drop_spare()
-        return open_view(os.dup(fd), self._link.identity)
-
-    def _drop_spare(self) -> None:
-        with self._changing:
-            spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.close()
 
     def grow(self, need: SnapshotSize, *, before: Callable[[], object]) -> None:
         """A larger arena, made before the old one goes."""
@@ -169,7 +144,6 @@ class RankArena:
             view, self.view = self.view, None
         if view is not None:
             view.close()
-        self._drop_spare()
 
 
 def open_view(fd: int, identity: Identity) -> ArenaView:

@@ -1,15 +1,14 @@
 """`restore()` until the state is in the live objects: asked for, checked by the keeper, read, compared, written.
 
-While the keeper checks the bytes this process prepares what it will need: kernels for fingerprints, the map of the
-arena that it will most likely be told to load, and the memory that bytes reach devices through.
+While the keeper verifies the bytes, this process loads the kernels for fingerprints and page-locks the upload buffers.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +21,11 @@ from keepstep.control.messages import RestoreFrom, WantRestore
 from keepstep.errors import IntegrityError
 from keepstep.identity import Identity
 from keepstep.parity.gpu import batches as parity
-from keepstep.trainer.ahead import Ahead
 from keepstep.trainer.connection.keeper_link import KeeperLink
 from keepstep.trainer.connection.world import RankPlace
 from keepstep.trainer.integrity.fingerprints import unframe
 from keepstep.trainer.memory.arena_view import ArenaView
-from keepstep.trainer.memory.rank_arena import PREFAULT_THREADS, RankArena, open_view
+from keepstep.trainer.memory.rank_arena import open_view
 from keepstep.trainer.plan.replication import Replicas
 from keepstep.trainer.restore.device_upload import PinnedUploader, UploadPlan, threads_for
 from keepstep.trainer.restore.replica_chunks import ReplicaChunks
@@ -52,20 +50,17 @@ class RestoreRun:
     place: RankPlace
     items: StateObjects
     link: KeeperLink
-    memory: RankArena
 
     def run(self, rehearsal: Rehearsal | None, replicas: Callable[[], Replicas], watch: Stopwatch) -> Restored | None:
         """None when there is truly nothing."""
         self._warm_up()
         ring = PinnedUploader(threads_for(self.place.local_world_size))
         try:
-            answer, fds, view = self._ask(ring)
+            answer, fds = self._ask(ring)
             watch.lap("asking and checking")
             if answer.version is None:
                 return None
-            with ReplicaChunks(fds[1:]) as sources:
-                view = view or open_view(fds[0], self.identity)
-                self.memory.keep(view)
+            with ReplicaChunks(fds[1:]) as sources, closing(open_view(fds[0], self.identity)) as view:
                 self._rehearse(rehearsal)
                 watch.lap("rehearsing")
                 saved = _read_snapshot(view, answer, sources, ring)
@@ -81,21 +76,10 @@ class RestoreRun:
             if device.type == "cuda":
                 threading.Thread(target=parity.warm_up, args=(device, 1, 1), name="keepstep-warm", daemon=True).start()
 
-    def _ask(self, ring: PinnedUploader) -> tuple[RestoreFrom, list[int], ArenaView | None]:
-        """The keeper checks every byte before it answers: meanwhile the memory is prepared that it will name."""
-        ahead = Ahead(
-            self.link.memory.duplicates, self.identity, self.place.local_index,
-            ring=ring, threads=PREFAULT_THREADS,
-        )  # fmt: skip
-        arena_id = ""
-        try:
-            answer, fds = self.link.request(WantRestore(), RestoreFrom, timeout_s=RESTORE_S)
-            arena_id = answer.arena_id if answer.version is not None else ""
-        finally:
-            view = ahead.take(arena_id)
-        if view is not None:
-            os.close(fds[0])
-        return answer, fds, view
+    def _ask(self, ring: PinnedUploader) -> tuple[RestoreFrom, list[int]]:
+        """Ask the keeper, which verifies every byte before it answers; page-lock the upload buffers meanwhile."""
+        threading.Thread(target=ring.lock, name="keepstep-pin", daemon=True).start()
+        return self.link.request(WantRestore(), RestoreFrom, timeout_s=RESTORE_S)
 
     def _rehearse(self, rehearsal: Rehearsal | None) -> None:
         if rehearsal is None:
