@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,7 +60,8 @@ def run() -> Iterator[LocalRun]:
 
 def make_state(sees: Sees) -> dict[str, Any]:
     model = torch.nn.ParameterList(torch.zeros(8, 8) for _ in range(PARAMETERS))
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), foreach=False), "sees": sees}
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    return {"first": Sees(), "model": model, "optimizer": optimizer, "sees": sees}
 
 
 def save(run: LocalRun) -> dict[str, Any]:
@@ -81,17 +81,15 @@ def test_a_busy_thread_does_not_hold_a_restore_up(run: LocalRun) -> None:
     before, state = sys.getswitchinterval(), make_state(sees)
     snapshots = keepstep.Snapshotter(state, run.config())
     with busy_thread():
-        started = time.perf_counter()
         restored = snapshots.restore()
-        took_s = time.perf_counter() - started
     snapshots.close(finished=False)
     assert restored is not None
     assert restored.step == 1
     for here, there in zip(state["model"].parameters(), saved["model"].parameters(), strict=True):
         assert torch.equal(here, there)
-    assert sees.turn_s == pytest.approx(TURN_S, abs=2e-6)
+    for seen in (state["first"], sees):  # from the first of the small calls to the last
+        assert seen.turn_s == pytest.approx(TURN_S, abs=2e-6)
     assert sys.getswitchinterval() == before
-    assert took_s < 15, f"{took_s:.1f} s: 46 with turns of 5 ms, one with short ones"
 
 
 @pytest.mark.parametrize("first_out", [0, 1])

@@ -27,6 +27,8 @@ from keepstep.control.messages import Done, Release
 from keepstep.launcher.keeper_supervisor import KeeperSupervisor
 from keepstep.testing.run import LocalRun, wait_until
 
+pytestmark = pytest.mark.computing
+
 SIZES = (3, 1000, 70_001, 1_100_003)
 """elements: inlined with others, small, and more than one checksum chunk of 4 MiB"""
 IN_SLOT = ("payload", "layout", "values", "table", "trainer header", "keeper header", "anywhere")

@@ -216,7 +216,7 @@ def test_a_keeper_that_cannot_start_is_an_error_that_says_why(node: Node) -> Non
     try:
         started = time.monotonic()
         with pytest.raises(KeeperError, match="too long for a unix socket path"):
-            nowhere.status(timeout_s=20, patient=False)
-        assert time.monotonic() - started < 5
+            nowhere.status(timeout_s=100, patient=False)
+        assert time.monotonic() - started < 50, "it waited for a keeper that is not there"
     finally:
         nowhere.close()

@@ -112,14 +112,13 @@ class Job:
     def places(self, names: str) -> list[tuple[int, int] | None]:
         return [self.agents[name].place for name in names.split()]
 
-    def wait(self, names: str, places: list[tuple[int, int] | None], timeout_s: float = 20.0) -> float:
+    def wait(self, names: str, places: list[tuple[int, int] | None], timeout_s: float = 20.0) -> None:
         started = time.monotonic()
         while self.places(names) != places:
             problems = {name: agent.problem for name, agent in self.agents.items() if agent.problem}
             boards = {name: agent.attendance.view for name, agent in self.agents.items()}
             assert time.monotonic() - started < timeout_s, f"{self.places(names)} {problems} {boards}"
             time.sleep(0.02)
-        return time.monotonic() - started
 
 
 def connect(port: int) -> Any:
@@ -146,23 +145,22 @@ def test_nodes_are_ranked_by_name_and_a_failed_node_takes_all_into_the_next_roun
 
 @pytest.mark.parametrize("trial", range(3))
 def test_two_spares_and_a_dead_node_settle_in_one_round(job: Job, trial: int) -> None:
+    job.rules = replace(THREE, settle_s=60, first_call_s=60, last_call_s=60, grace_s=60)  # none of it is waited for
     job.start("a", "b", "c")
     job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
     job.start("y", "x")
     time.sleep(0.5)
     assert job.places("a b c x y") == [(1, 0), (1, 1), (1, 2), None, None]
     job.agents["b"].die()
-    died = time.monotonic()
+    deadline = time.monotonic() + 20
     while job.places("x y") == [None, None]:
-        assert time.monotonic() - died < 10
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    took_s = time.monotonic() - died
     job.wait("a c", [(2, 0), (2, 2)])
     assert sorted(map(str, job.places("x y"))) == ["(2, 1)", "None"]
     time.sleep(2 * DEAD_S)
     assert job.places("a c") == [(2, 0), (2, 2)], "the round did not stand"
     assert job.agents["a"].attendance.view.board.round == 2
-    assert took_s < DEAD_S + 2.5
 
 
 def test_a_silent_agent_whose_keeper_lives_ends_nothing(job: Job) -> None:
@@ -197,11 +195,11 @@ def test_a_node_that_dies_before_its_round_began_does_not_hold_it_up(job: Job) -
 
 
 def test_an_elastic_job_goes_on_with_fewer_nodes_and_lets_one_in_when_it_has_settled(job: Job) -> None:
-    job.rules = replace(THREE, min_nodes=1)
+    job.rules = replace(THREE, min_nodes=1, first_call_s=60, grace_s=60)  # neither is waited for
     job.start("a", "b", "c")
     job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
     job.agents["b"].die()
-    assert job.wait("a c", [(2, 0), (2, 1)]) < DEAD_S + 4
+    job.wait("a c", [(2, 0), (2, 1)])
     job.start("d")
     job.wait("a c d", [(3, 0), (3, 1), (3, 2)])
 

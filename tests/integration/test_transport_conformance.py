@@ -10,13 +10,18 @@ from concurrent.futures import CancelledError, wait
 
 import pytest
 import xxhash
-from transport_nodes import MemoryNet, Net, Node, TcpNet, num_sockets, our_threads, until
+from transport_nodes import LIMIT_S, MemoryNet, Net, Node, TcpNet, num_sockets, our_threads, until
 
 from keepstep.transport import Body, FetchError, FetchRequest, Peer
 from keepstep.transport.interface import MAX_MESSAGE_BYTES, MAX_QUEUED_BYTES
 
-SLOW = 400_000
+pytestmark = pytest.mark.computing
+
+SLOW = 100_000
 """bytes per second, for transfers that are to be caught in the middle"""
+LONG_S = 3 * LIMIT_S
+"""for every timer but the one that a test is about: nothing happens because of it while the test waits"""
+LONG_BYTES = int(SLOW * LONG_S)
 
 
 @pytest.fixture(params=[MemoryNet, TcpNet], ids=lambda kind: kind.name)
@@ -28,7 +33,7 @@ def net(request: pytest.FixtureRequest) -> Iterator[Net]:
         yield made
     finally:
         made.close()
-    until(lambda: not our_threads(), f"the end of {our_threads()}", 2.0)
+    until(lambda: not our_threads(), f"the end of {our_threads()}")
     assert num_sockets() == before
 
 
@@ -170,14 +175,12 @@ def test_a_fetch_that_waits_can_be_cancelled(net: Net) -> None:
 
 def test_a_fetch_under_way_can_be_cancelled_and_lets_go_of_the_buffer(net: Net) -> None:
     a, b = net.pair(rate_bytes_s=SLOW)
-    b.keep(b"thing", bytes(SLOW * 10))
-    future, buffer = a.get(b, b"thing", SLOW * 10)
+    b.keep(b"thing", bytes(LONG_BYTES))
+    future, buffer = a.get(b, b"thing", LONG_BYTES, timeout_s=2 * LONG_S)
     until(lambda: a.peers.counters()["bytes_in"] > 0)
-    start = time.monotonic()
     assert future.cancel()
     with pytest.raises(CancelledError):
-        future.result(5)
-    assert time.monotonic() - start < 1.0
+        future.result(LIMIT_S)
     buffer += b"x"  # BufferError while anybody holds a view
     a.get(b, b"other", 1)[0].exception(5)
     assert a.peers.up("b")
@@ -185,74 +188,65 @@ def test_a_fetch_under_way_can_be_cancelled_and_lets_go_of_the_buffer(net: Net) 
 
 def test_a_failed_fetch_lets_go_of_the_buffer(net: Net) -> None:
     a, b = net.pair(rate_bytes_s=SLOW)
-    b.keep(b"thing", bytes(SLOW * 10))
-    late, one = a.get(b, b"thing", SLOW * 10, timeout_s=0.3)
-    wrong, other = a.get(b, b"thing", 5)
-    assert late.exception(5).lost
-    assert not wrong.exception(5).lost
+    b.keep(b"thing", bytes(LONG_BYTES))
+    late, one = a.get(b, b"thing", LONG_BYTES, timeout_s=0.3)
+    wrong, other = a.get(b, b"thing", 5, timeout_s=LONG_S)
+    assert late.exception(LIMIT_S).lost
+    assert not wrong.exception(LIMIT_S).lost
     one += b"x"
     other += b"x"
 
 
 def test_a_peer_that_dies_in_the_middle_ends_the_fetch(net: Net) -> None:
-    a, b = net.pair(rate_bytes_s=SLOW)
-    b.keep(b"thing", bytes(SLOW * 10))
-    futures = [a.get(b, b"thing", SLOW * 10)[0] for _ in range(5)]
+    a, b = net.pair(rate_bytes_s=SLOW, dead_s=LONG_S, timeout_s=LONG_S)
+    b.keep(b"thing", bytes(LONG_BYTES))
+    futures = [a.get(b, b"thing", LONG_BYTES, timeout_s=LONG_S)[0] for _ in range(5)]
     until(lambda: a.peers.counters()["bytes_in"] > 0)
-    start = time.monotonic()
     net.kill(b)
     for future in futures:
         with pytest.raises(FetchError) as caught:
-            future.result(5)
+            future.result(LIMIT_S)
         assert caught.value.lost
-    assert time.monotonic() - start < 1.5
     until(lambda: a.downs(b), "word of the death")
     assert not a.peers.up("b")
 
 
 def test_a_peer_that_freezes_in_the_middle_ends_the_fetch_within_dead_s(net: Net) -> None:
-    a, b = net.pair(rate_bytes_s=SLOW, dead_s=0.6)
-    b.keep(b"thing", bytes(SLOW * 10))
-    future, _ = a.get(b, b"thing", SLOW * 10, timeout_s=30.0)
+    a, b = net.pair(rate_bytes_s=SLOW, dead_s=0.6, timeout_s=LONG_S)
+    b.keep(b"thing", bytes(LONG_BYTES))
+    future, _ = a.get(b, b"thing", LONG_BYTES, timeout_s=LONG_S)
     until(lambda: a.peers.counters()["bytes_in"] > 0)
-    start = time.monotonic()
     net.freeze(b)
     with pytest.raises(FetchError) as caught:
-        future.result(5)
+        future.result(LIMIT_S)
     assert caught.value.lost
-    assert time.monotonic() - start < 0.6 + 0.5
     until(lambda: a.downs(b))
     assert "silent" in a.downs(b)[0]
 
 
 def test_a_deadline_is_kept_whatever_the_peer_does(net: Net) -> None:
-    a, b = net.pair(dead_s=20.0, num_streams=1)
+    a, b = net.pair(dead_s=LONG_S, timeout_s=LONG_S, num_streams=1)
     gate = threading.Event()
-    b.things[b"slow"] = lambda: gate.wait(10) and Body.of_bytes(b"!")  # type: ignore[return-value,dict-item]
-    start = time.monotonic()
+    b.things[b"slow"] = lambda: gate.wait(LONG_S) and Body.of_bytes(b"!")  # type: ignore[return-value,dict-item]
     thinking, _ = a.get(b, b"slow", 1, timeout_s=0.4)
     behind_it, _ = a.get(b, b"slow", 1, timeout_s=0.2)
-    assert behind_it.exception(10).lost
-    assert thinking.exception(10).lost
-    assert time.monotonic() - start < 0.4 + 1.0
+    assert behind_it.exception(LIMIT_S).lost
+    assert thinking.exception(LIMIT_S).lost
     gate.set()
     b.keep(b"thing", bytes(10))
     assert a.get(b, b"thing", 10)[0].result(10)
     net.freeze(b)
-    start = time.monotonic()
-    assert a.get(b, b"thing", 10, timeout_s=0.4)[0].exception(10).lost
-    assert time.monotonic() - start < 1.0
+    assert a.get(b, b"thing", 10, timeout_s=0.4)[0].exception(LIMIT_S).lost
     net.thaw(b)
 
 
 def test_a_silent_peer_is_down_within_dead_s_and_up_when_it_is_back(net: Net) -> None:
-    a, b = net.pair(dead_s=0.6)
+    a, b = net.pair(dead_s=0.6, timeout_s=LONG_S)
     time.sleep(0.8)
     assert [up for _, up, _ in a.links] == [True]  # idle is not silent
-    start = time.monotonic()
     net.freeze(b)
-    until(lambda: a.downs(b), "down", 2.0)
-    assert a.link_times[-1] - start < 0.6 + 0.3
+    until(lambda: a.downs(b), "down")
+    assert "silent" in a.downs(b)[0]
     assert not a.peers.send("b", b"lost")
     net.thaw(b)
     until(lambda: a.peers.up("b") and b.peers.up("a") and a.links[-1][1] and b.links[-1][1], "up again")
@@ -325,16 +319,16 @@ def test_a_peer_that_is_left_out_loses_its_link(net: Net) -> None:
 
 
 def test_a_peer_that_does_not_read_fills_a_bounded_queue_and_blocks_nobody(net: Net) -> None:
-    a, b, c = (net.make(name, dead_s=30.0) for name in "abc")
+    a, b, c = (net.make(name, dead_s=LONG_S) for name in "abc")
     net.acquaint(a, b, c)
     net.freeze(b)
     message = bytes(1 << 20)
-    start, accepted = time.monotonic(), 0
+    accepted = 0
     for _ in range(200):
         if not a.peers.send("b", message):
             break
         accepted += len(message)
-    assert time.monotonic() - start < 5.0
+    assert not a.downs(b)  # what waited for room would have waited until b was given up
     assert accepted < MAX_QUEUED_BYTES + (80 << 20)  # and what the kernel's buffers take
     assert a.peers.counters()["messages_dropped"] == 1
     assert a.peers.send("c", b"still here")
@@ -356,13 +350,11 @@ def test_callbacks_that_raise_harm_nobody(net: Net, monkeypatch: pytest.MonkeyPa
 
 def test_close_ends_what_is_under_way_and_can_be_called_twice(net: Net) -> None:
     a, b = net.pair(rate_bytes_s=SLOW)
-    b.keep(b"thing", bytes(SLOW * 10))
-    futures = [a.get(b, b"thing", SLOW * 10)[0] for _ in range(4)]
+    b.keep(b"thing", bytes(LONG_BYTES))
+    futures = [a.get(b, b"thing", LONG_BYTES, timeout_s=2 * LONG_S)[0] for _ in range(4)]
     until(lambda: a.peers.counters()["bytes_in"] > 0)
-    start = time.monotonic()
+    a.peers.close()  # what is under way is not waited for: it would end well
     a.peers.close()
-    a.peers.close()
-    assert time.monotonic() - start < 2.0
     for future in futures:
         with pytest.raises(FetchError):
             future.result(0)

@@ -11,10 +11,22 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transport_nodes import RUN_ID, SECRET, Node, Process, TcpNet, num_sockets, our_threads, transport_limits, until
+from transport_nodes import (
+    LIMIT_S,
+    RUN_ID,
+    SECRET,
+    Node,
+    Process,
+    TcpNet,
+    num_sockets,
+    our_threads,
+    transport_limits,
+    until,
+)
 
 from keepstep import faults
 from keepstep.config import PeersConfig
@@ -36,6 +48,10 @@ from keepstep.transport.handshake import (
 )
 from keepstep.transport.links import PeerLinks
 from keepstep.transport.session import PeerSession
+from keepstep.transport.throttle import TokenBucket
+from keepstep.transport.traffic import Traffic
+
+pytestmark = pytest.mark.computing
 
 THING_BYTES = 1 << 20
 
@@ -82,7 +98,7 @@ def net() -> Iterator[Direct]:
         yield made
     finally:
         made.close()
-    until(lambda: not our_threads(), f"the end of {our_threads()}", 2.0)
+    until(lambda: not our_threads(), f"the end of {our_threads()}")
     assert num_sockets() == before
 
 
@@ -90,38 +106,51 @@ def net() -> Iterator[Direct]:
 
 
 def test_a_stopped_process_is_silent_and_comes_back(net: Direct) -> None:
-    a = net.make("a", dead_s=1.0)
+    a = net.make("a", dead_s=1.0, timeout_s=60.0)
     with Process("b", "127.0.0.1", dead_s=1.0) as b:
         a.peers.meet([b.card])
         b.meet(a.card)
         until(lambda: a.peers.up("b"))
         until(lambda: a.peers.send("b", b"1") and ("b", b"echo 1") in a.messages)
-        start = time.monotonic()
         os.kill(b.pid, signal.SIGSTOP)
-        future, _ = a.get(b_like(b), b"thing", THING_BYTES, timeout_s=30)
-        until(lambda: not a.peers.up("b"), "word of the silence", 3.0)
-        assert time.monotonic() - start < 1.0 + 0.4
-        assert future.exception(1).lost
+        future, _ = a.get(b_like(b), b"thing", THING_BYTES, timeout_s=60)
+        until(lambda: "silent" in "".join(a.downs(b_like(b))), "word of the silence")
+        assert not a.peers.up("b")
+        assert future.exception(LIMIT_S).lost
         os.kill(b.pid, signal.SIGCONT)
         until(lambda: a.peers.up("b"), "the return")
         until(lambda: a.peers.send("b", b"2") and ("b", b"echo 2") in a.messages)
         assert a.get(b_like(b), b"thing", THING_BYTES)[0].result(10)
 
 
+def test_a_peer_is_given_up_when_it_was_silent_for_dead_s_and_not_before() -> None:
+    traffic = Traffic(PeersConfig(dead_s=1000.0), num_streams=1, timeout_s=1.0)
+    links = PeerLinks(
+        "a", traffic, dial=lambda _: None, on_message=lambda *_: None, on_link=lambda *_: None, max_guests=0
+    )
+    lost: list[float] = []
+    links.lose = lambda session, why: lost.append(session.silent_s)  # type: ignore[method-assign,attr-defined]
+    now = time.monotonic()
+    for silent_s in (0.0, 500.0, 900.0, 1001.0, 2000.0):
+        said = SimpleNamespace(why="", silent_s=silent_s, heard_at=now - silent_s, spoke_at=now, streams=None)
+        links._tend(said)  # type: ignore[arg-type]
+    links.close()
+    links.run()  # gives its descriptors back
+    assert lost == [1001.0, 2000.0]
+
+
 def test_a_process_killed_in_the_middle_of_a_transfer_is_noticed_at_once(net: Direct) -> None:
-    a = net.make("a", dead_s=20.0, timeout_s=20.0)
+    a = net.make("a", dead_s=60.0, timeout_s=60.0)  # nothing but the end of the connection can say so within LIMIT_S
     with Process("b", "127.0.0.1", rate_bytes_s=200_000) as b:
         a.peers.meet([b.card])
         b.meet(a.card)
         until(lambda: a.peers.up("b"))
-        futures = [a.get(b_like(b), b"thing", THING_BYTES, timeout_s=30)[0] for _ in range(4)]
+        futures = [a.get(b_like(b), b"thing", THING_BYTES, timeout_s=60)[0] for _ in range(4)]
         until(lambda: a.peers.counters()["bytes_in"] > 0)
-        start = time.monotonic()
         b.kill()
         for future in futures:
-            assert future.exception(5).lost
+            assert future.exception(LIMIT_S).lost
         until(lambda: not a.peers.up("b"))
-        assert time.monotonic() - start < 1.0
 
 
 def b_like(process: Process) -> Node:
@@ -139,7 +168,7 @@ def test_nobody_is_authenticated_before_there_is_a_secret(net: Direct) -> None:
     assert not a.peers.up("b")
     assert not b.peers.up("a")
     a.peers.admit(SECRET)
-    until(lambda: a.peers.up("b") and b.peers.up("a"), "the link", 5.0)
+    until(lambda: a.peers.up("b") and b.peers.up("a"), "the link")
 
 
 @pytest.mark.parametrize("other", [{"secret": b"the secret of another run"}, {"run_id": "run-2"}])
@@ -164,16 +193,15 @@ def test_a_new_secret_ends_links_made_with_the_old_one(net: Direct) -> None:
         a.peers.admit(b"short")
 
 
-def test_strangers_in_the_doorway_keep_nobody_out(net: Direct) -> None:
+def test_strangers_in_the_doorway_keep_nobody_out(net: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepstep.transport.tcp.HANDSHAKE_S", 3 * LIMIT_S)  # no stranger goes away by itself
     a = net.make("a")
     idle = [socket.create_connection((a.card.address, a.card.port)) for _ in range(3 * MAX_UNAUTHENTICATED)]
     try:
         until(lambda: a.peers.counters()["strangers"] >= 2 * MAX_UNAUTHENTICATED, "the oldest to be turned out")
         assert len([name for name in our_threads() if "greet" in name]) <= MAX_UNAUTHENTICATED + 4
         b = net.make("b", "127.0.0.2")
-        start = time.monotonic()
         net.acquaint(a, b)
-        assert time.monotonic() - start < 2.0
     finally:
         for sock in idle:
             sock.close()
@@ -185,15 +213,15 @@ def test_a_connection_that_says_nothing_is_closed_in_time(net: Direct, monkeypat
     silent = socket.create_connection((a.card.address, a.card.port))
     drip = socket.create_connection((a.card.address, a.card.port))
     with silent, drip:
-        start = time.monotonic()
-        for _ in range(30):  # a byte now and then does not buy more time
+        for byte in b"KSPR\x01\x01\0\0" + bytes(48):  # a byte now and then does not buy more time
             try:
-                drip.send(b"K")
+                drip.send(bytes([byte]))
             except OSError:
                 break
             time.sleep(0.05)
-        assert time.monotonic() - start < 1.4
-        silent.settimeout(2)
+        else:
+            pytest.fail("the connection is open as long as bytes come")
+        silent.settimeout(LIMIT_S)
         assert silent.recv(100) == b""
 
 
@@ -416,15 +444,15 @@ def test_a_server_that_answers_rubbish_is_not_believed(rogue: tuple[Rogue, Node,
 
 
 def test_a_server_that_stops_in_the_middle_is_given_up_after_timeout_s(net: Direct) -> None:
-    a, c = net.make("a", timeout_s=0.5, dead_s=10.0), net.make("c")
+    a, c = net.make("a", timeout_s=0.5, dead_s=60.0), net.make("c")
     net.acquaint(a, c)
     b = Rogue(a, c)
-    future, _ = a.get(Node("b", "1"), b"thing", 100, timeout_s=30)
+    future, _ = a.get(Node("b", "1"), b"thing", 100, timeout_s=60)
     wire = b.serve_data()
     wire.write(AnswerHead(1, SERVED, 100, bytes(16)).pack() + b"half of it")
     start = time.monotonic()
-    assert future.exception(5).lost
-    assert 0.3 < time.monotonic() - start < 1.2
+    assert future.exception(LIMIT_S).lost
+    assert time.monotonic() - start > 0.3
     wire.close()
     b.close()
 
@@ -552,20 +580,41 @@ def test_a_port_can_be_chosen(net: Direct) -> None:
     assert net.make("a", port=port).card.port == port
 
 
+class Clock:
+    """Time that passes only while somebody sleeps: those who sleep at once do not add up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = 0.0
+        self._own = threading.local()
+
+    def now(self) -> float:
+        self._own.seen = self._now
+        return self._own.seen
+
+    def sleep(self, seconds: float) -> None:
+        with self._lock:
+            self._now = max(self._now, self._own.seen + seconds)
+
+
 @pytest.mark.parametrize("capped", ["receiver", "sender", "both"])
 def test_the_rate_is_capped_over_all_streams(net: Direct, capped: str) -> None:
     rate = 20_000_000
     a = net.make("a", num_streams=3, rate_bytes_s=rate if capped != "sender" else 0)
     b = net.make("b", num_streams=3, rate_bytes_s=rate if capped != "receiver" else 0)
     net.acquaint(a, b)
+    clock = Clock()
+    for traffic in (a.peers._traffic, b.peers._traffic):
+        traffic.cap_in = TokenBucket(traffic.cap_in.rate_bytes_s, now=clock.now, sleep=clock.sleep)
+        traffic.cap_out = TokenBucket(traffic.cap_out.rate_bytes_s, now=clock.now, sleep=clock.sleep)
     size, count = 1_000_000, 25
     b.keep(b"thing", bytes(size))
-    assert a.get(b, b"thing", size)[0].result(10)
-    start = time.monotonic()
-    for future, _ in [a.get(b, b"thing", size, timeout_s=30) for _ in range(count)]:
-        future.result(30)
-    seconds = time.monotonic() - start
-    assert 0.9 < size * count / seconds / rate < 1.1
+    for future, _ in [a.get(b, b"thing", size, timeout_s=60) for _ in range(count)]:
+        future.result(60)
+    spent = size * count / clock.now() / rate
+    assert spent < 1.05
+    # With a cap at each end a stream may wait at one while its turn at the other goes by.
+    assert spent > (0.95 if capped != "both" else 0.4)
 
 
 def test_a_guest_that_proves_itself_is_let_in_and_may_ask_where_that_is_allowed() -> None:

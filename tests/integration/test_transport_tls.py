@@ -22,6 +22,8 @@ from keepstep.transport.connection import PeerSocket, PeerSocketError
 from keepstep.transport.handshake import CONTROL, AuthError, DialingHandshake, KeeperSelf, run_key
 from keepstep.transport.tls import Tls, channel_binding
 
+pytestmark = pytest.mark.computing
+
 
 def openssl(*arguments: str, cwd: Path) -> None:
     done = subprocess.run(["openssl", *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
@@ -88,21 +90,21 @@ def test_a_bit_flipped_on_the_wire_breaks_the_connection_not_the_trust(net: TcpN
 
 
 def test_silence_cancel_and_deadline_work_as_without(net: TcpNet) -> None:
-    a, b = net.pair(rate_bytes_s=400_000)
-    b.keep(b"thing", bytes(4_000_000))
-    late, _ = a.get(b, b"thing", 4_000_000, timeout_s=0.4)
-    cancelled, buffer = a.get(b, b"thing", 4_000_000)
+    a, b = net.pair(rate_bytes_s=100_000, timeout_s=60.0)
+    size = 6_000_000  # takes a minute
+    b.keep(b"thing", bytes(size))
+    late, _ = a.get(b, b"thing", size, timeout_s=0.4)
+    cancelled, buffer = a.get(b, b"thing", size, timeout_s=60)
     until(lambda: a.peers.counters()["bytes_in"] > 0)
     cancelled.cancel()
-    assert cancelled.exception(2) is not None
+    assert cancelled.exception(20) is not None
     buffer += b"x"
-    assert late.exception(2).lost
-    frozen, _ = a.get(b, b"thing", 4_000_000, timeout_s=30)
-    start = time.monotonic()
+    assert late.exception(20).lost
+    frozen, _ = a.get(b, b"thing", size, timeout_s=60)
     net.freeze(b)
-    assert frozen.exception(3).lost
-    assert time.monotonic() - start < 1.2
+    assert frozen.exception(20).lost
     until(lambda: a.downs(b))
+    assert "silent" in a.downs(b)[0]
     net.thaw(b)
     until(lambda: a.peers.up("b") and b.peers.up("a"))
 

@@ -49,7 +49,6 @@ class Node:
         self.card = Peer(node_id, instance)
         self.messages: list[tuple[str, bytes]] = []
         self.links: list[tuple[str, bool, str]] = []
-        self.link_times: list[float] = []
         self.things: dict[bytes, Body | Callable[[], Body]] = {}
         self.num_served = 0
 
@@ -57,7 +56,6 @@ class Node:
         self.messages.append((node_id, message))
 
     def on_link(self, node_id: str, up: bool, reason: str) -> None:
-        self.link_times.append(time.monotonic())
         self.links.append((node_id, up, reason))
 
     def serve(self, node_id: str, request: bytes) -> Body:

@@ -68,6 +68,7 @@ def test_a_node_dies_in_mid_fetch_and_the_next_start_works(slow: Image) -> None:
 
 def test_a_source_outside_the_job_dies_in_mid_fetch_and_another_one_takes_its_place(slow: Image) -> None:
     """d is not a member any more, only a source: nobody has to start again when it dies."""
+    slow.run.peers["timeout_s"] = 60.0  # nobody waits for it
     with slow.again(["a"]) as run:
         run.add("e")
         former = [run.nodes["d"].card().card]
@@ -78,10 +79,8 @@ def test_a_source_outside_the_job_dies_in_mid_fetch_and_another_one_takes_its_pl
         waiting.start()
         wait_for(lambda: bringing.core.bringing, "bytes are on their way")
         time.sleep(0.3)
-        started = time.monotonic()
         run.nodes["d"].kill()
         wait_for(lambda: bringing.core.decision is not None and bringing.core.decision.number > 1, "another plan")
-        assert time.monotonic() - started < 6, "a dead source holds nothing up"
         waiting.join(30)
         assert [answer.version for answer in answers] == [slow.version] * 4
         assert [answer.source for answer in answers] == ["parity", "memory", "memory", "parity"]

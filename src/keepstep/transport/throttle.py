@@ -19,8 +19,15 @@ METER_S = 1.0
 class TokenBucket:
     """A token bucket. Turns are reserved in the order of asking, so no stream starves another."""
 
-    def __init__(self, rate_bytes_s: int) -> None:
+    def __init__(
+        self,
+        rate_bytes_s: int,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.rate_bytes_s = rate_bytes_s
+        self._now, self._sleep = now, sleep
         self.slice_bytes = SLICE_BYTES
         if rate_bytes_s:
             self.slice_bytes = max(SMALLEST_SLICE_BYTES, min(SLICE_BYTES, int(rate_bytes_s * BURST_S)))
@@ -32,13 +39,13 @@ class TokenBucket:
         if not self.rate_bytes_s:
             return True
         with self._lock:
-            now = time.monotonic()
+            now = self._now()
             turn = max(self._free_at, now - BURST_S)
             self._free_at = turn + size_bytes / self.rate_bytes_s
-        while (wait := turn - time.monotonic()) > 0:
+        while (wait := turn - self._now()) > 0:
             if stopped():
                 return False
-            time.sleep(min(wait, LONGEST_NAP_S))
+            self._sleep(min(wait, LONGEST_NAP_S))
         return True
 
     def give_back(self, size_bytes: int) -> None:
