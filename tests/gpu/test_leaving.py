@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keepstep.trainer.capture.device_copy import PIECE_BYTES, DeviceLane, DeviceTransfer, TransferPlan, cut
-from keepstep.trainer.capture.small_tensors import gather
+from keepstep.trainer.capture.small_tensors import make_batches
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
 from keepstep.trainer.plan.units import CopyOp
@@ -65,7 +65,7 @@ def test_snapshots_in_a_row_hold_what_was_there_when_each_began() -> None:
     units = [CopyOp(one, at, 100, "small", frozenset({0}), nobody) for one, at in zip(small, sizes, strict=True)]
     begin = 128 * len(small)
     unit = CopyOp(large, begin, large.numel(), "large", frozenset({0}), nobody)
-    gathered = gather(units)
+    gathered = make_batches(units)
     lane = DeviceLane(device, LATE_BYTES)
     lane.warm_up(set())
     begun: list[tuple[DeviceTransfer, SnapshotChecks, torch.Tensor]] = []

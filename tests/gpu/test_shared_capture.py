@@ -100,7 +100,7 @@ def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: in
             if number != 2:  # once without a step: its fence is not trusted, and all is copied inside take
                 step(params, optimizer)
             plan = turns.at(number)
-            assert plan.parts(fence.watched).lazy or number == 2
+            assert plan.schedule(fence.watched).lazy or number == 2
             expected = [stream_bytes(stream, tensors) for stream in plan.layout.streams]
             version = Version(Incarnation(1, 1), number)
             capture.begin(view, number % 2, version, plan, inexact=False, behind=lambda: b"values")

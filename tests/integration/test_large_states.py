@@ -17,7 +17,7 @@ import torch
 import keepstep
 from keepstep.layout import SnapshotSize
 from keepstep.testing.run import LocalRun
-from keepstep.trainer.capture.scattered import Scattered
+from keepstep.trainer.capture.host_copy import SmallHostTensors
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.restore.device_upload import UploadPlan
 
@@ -196,10 +196,10 @@ def test_memory_that_is_replaced_waits_for_a_take_that_has_begun(
     run: LocalRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its descriptor would be closed under the take, and the number given to somebody else's file."""
-    training, write = Training(seed=1), Scattered.write
+    training, write = Training(seed=1), SmallHostTensors.write
     before: list[Any] = []
 
-    def slow(self: Scattered, fd: int, start: int) -> None:
+    def slow(self: SmallHostTensors, fd: int, start: int) -> None:
         if before:
             memory = snapshots._memory
             header = before[0].arena.header
@@ -209,7 +209,7 @@ def test_memory_that_is_replaced_waits_for_a_take_that_has_begun(
             assert memory.view is before[0], "the memory went away"
         write(self, fd, start)
 
-    monkeypatch.setattr(Scattered, "write", slow)
+    monkeypatch.setattr(SmallHostTensors, "write", slow)
     with keepstep.Snapshotter(training.state, run.config()) as snapshots:
         snapshots.restore()
         for step in range(1, 4):

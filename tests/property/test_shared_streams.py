@@ -51,7 +51,7 @@ class Job:
         payload = torch.full((plan.payload_bytes,), 0xA5, dtype=torch.uint8)
         for offset, size in plan.gaps:
             payload[offset : offset + size] = 0
-        for unit in [*plan.small, *plan.loose, *plan.fenced]:
+        for unit in plan.ops:
             target = payload[unit.offset : unit.offset + unit.size_bytes]
             if isinstance(unit, ParityOp):
                 unit.compute(target)

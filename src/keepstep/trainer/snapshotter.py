@@ -158,7 +158,7 @@ class Snapshotter:
         assert self._survey.plans is not None
         plan = self._survey.plans.first
         sizes: Counter[torch.device] = Counter()
-        for unit in plan.units():
+        for unit in plan.ops:
             sizes[unit.device] += unit.size_bytes
         total = sum(sizes.values())
         codes = {(stream.n - stream.m, stream.m) for stream in plan.layout.streams if stream.m}

@@ -34,6 +34,8 @@ from keepstep.trainer.capture.device_lane import DeviceLanes
 from keepstep.trainer.capture.host_copy import HostCopier
 from keepstep.trainer.capture.job import CaptureCost, CaptureJob
 from keepstep.trainer.capture.next_checks import NextChecks
+from keepstep.trainer.capture.slot_targets import TargetCache
+from keepstep.trainer.capture.small_tensors import SmallTensorBatches
 from keepstep.trainer.connection.world import RankPlace
 from keepstep.trainer.integrity.fingerprints import frame
 from keepstep.trainer.memory.arena_view import ArenaView
@@ -75,7 +77,9 @@ class Capture:
         self._queue: queue.Queue[CaptureJob | None] = queue.Queue(maxsize=2)
         self._copied: queue.Queue[tuple[CaptureJob, str] | None] = queue.Queue(maxsize=2)
         self.lanes = DeviceLanes(config)
-        self._prepared = NextChecks(config, self.lanes)
+        self._small = SmallTensorBatches()
+        self._targets = TargetCache(self._small)
+        self._prepared = NextChecks(config, self.lanes, self._small)
         self.spent = CaptureCost()
         self._moving = HostCopier(config, self.spent, violated=self._violated)
         self._saying = threading.Lock()
@@ -125,8 +129,8 @@ class Capture:
 
         On the copy thread: `behind` gives the encoded values, or raises; `look` says why the snapshot is void.
         """
-        parts = plan.parts(self._fence.watched)
-        self._check_budget(parts.eager)
+        schedule = plan.schedule(self._fence.watched)
+        self._check_budget(schedule.eager)
         arena = view.arena
         header = TrainerHeader(
             h.WRITING, self._place.rank, self._place.world_size, self._place.local_index,
@@ -135,14 +139,16 @@ class Capture:
         )  # fmt: skip
         sequence = arena.write_trainer_header(slot, header)
         view.write_layout(slot, plan)
-        gates = {index: CopyGate() for index in parts.owners}
-        checks = self._prepared.next_checks(plan, parts)
-        job = CaptureJob(version, view, slot, header, sequence, plan, parts, gates, checks, behind, look)
-        if parts.small is not None:
-            parts.small.write(arena.segment.fd, arena.payload_span(slot).offset)
-        self._copy_eager(job, parts.eager)
+        gates = {index: CopyGate() for index in schedule.owners}
+        checks = self._prepared.next_checks(plan, schedule)
+        targets = self._targets.targets(view, slot, schedule)
+        job = CaptureJob(
+            version, view, slot, header, sequence, plan, schedule, targets, gates, checks, behind, look,
+        )  # fmt: skip
+        self._moving.copy_small(schedule, arena.segment.fd, arena.payload_span(slot).offset)
+        self._copy_eager(job, schedule.eager)
         self._gather_now(job)
-        for device in parts.devices | {source.device for _, source in job.staged}:
+        for device in schedule.devices | {source.device for _, source in job.staged}:
             self._depart(job, device)
         self._flying.append(job)
         try:
@@ -154,14 +160,14 @@ class Capture:
         self._fence.arm(gates)
 
     def _gather_now(self, job: CaptureJob) -> None:
-        for one in job.parts.gathered_now:
-            one.collect()
-            start = job.view.arena.payload_span(job.slot).offset + one.offset
-            job.staged.append((job.view.bytes[start : start + one.buffer.numel()], one.buffer.clone()))
+        for batch in self._small.eager(job.schedule):
+            batch.collect()
+            target = job.targets.payload[batch.offset : batch.offset + batch.buffer.numel()]
+            job.staged.append((target, batch.buffer.clone()))
 
     def _depart(self, job: CaptureJob, device: torch.device) -> None:
         """Copies of this device begin where its compute stream stands now."""
-        cargo = job.view.cargo(job.slot, job.plan, job.parts, device)
+        cargo = self._targets.transfer(job.targets, job.schedule, device)
         staged = [pair for pair in job.staged if pair[1].device == device]
         checks = (partial(job.checks.look, device), partial(job.checks.leave, device))
         departure = DeviceTransfer(self.lanes.of(device), cargo, staged, *checks)
@@ -188,7 +194,7 @@ class Capture:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         coded_bytes = 0
-        for unit, target in zip(units, job.view.targets(job.slot, job.plan, units), strict=True):
+        for unit, target in zip(units, job.targets.eager, strict=True):
             if isinstance(unit, ParityOp):
                 coded_bytes += self._encode_eager(job, unit, target)
                 continue
@@ -240,11 +246,13 @@ class Capture:
         return job.queued.wait(LOOK_S) and job.checks.have_looked
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight."""
+        """Wait until nothing is in flight, and release the arena."""
         deadline = time.monotonic() + timeout_s
         while self._flying and time.monotonic() < deadline:
             time.sleep(0.002)
         with self._saying:
+            if not self._flying:
+                self._targets.clear()
             return not self._flying
 
     def close(self) -> None:
@@ -278,7 +286,7 @@ class Capture:
         self._copied.put(None)
 
     def _copy(self, job: CaptureJob) -> None:
-        host = job.parts.lazy_on_host
+        host = job.schedule.lazy_on_host
         left = {
             index: sum(index in unit.owners for unit in host) + sum(index in one.owners for one in job.departures)
             for index in job.gates
@@ -333,12 +341,12 @@ class Capture:
             if not reason and not whole:  # a sample may be missed now and then: the keeper can begin before it is drawn
                 self._choose_checks(job, whole=False)
             if not reason:
-                self._prepared.gathering(job.parts)
+                self._prepared.prepare_small(job.schedule)
 
     def _choose_checks(self, job: CaptureJob, *, whole: bool) -> None:
         if job.checks:
             count = most_in_flight(job.view.arena.num_slots)
-            self._prepared.choose(job.plan, job.parts, count=count, whole=whole)
+            self._prepared.choose(job.plan, job.schedule, count=count, whole=whole)
 
     def _land(self, job: CaptureJob) -> str:
         """Wait until all of it is there. Returns why the snapshot is void, if it is."""

@@ -26,9 +26,11 @@ import torch
 from keepstep import faults
 from keepstep.layout import align
 from keepstep.parity.gpu import batches as parity
-from keepstep.trainer.capture.small_tensors import SmallTensorBatch, in_batches
+from keepstep.trainer.capture.small_tensors import SmallTensorBatch, foreach_copies
 from keepstep.trainer.capture.split import StagingPolicy
-from keepstep.trainer.plan.coded_runs import ParityRun
+from keepstep.trainer.plan.coded_runs import ParityRun, coded_runs
+from keepstep.trainer.plan.copy_plan import CopySchedule
+from keepstep.trainer.plan.parity_ops import ParityOp
 
 log = logging.getLogger("keepstep")
 
@@ -67,11 +69,29 @@ def cut(target: torch.Tensor, source: torch.Tensor, owners: frozenset[int]) -> l
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All that leaves one device with each snapshot into one slot; worked out once."""
+    """The copies from one device into one slot. Made once, executed by every `DeviceTransfer`."""
 
     payload: torch.Tensor
-    gathered: Sequence[SmallTensorBatch]
+    batches: Sequence[SmallTensorBatch]
     pieces: Sequence[CopyPiece]
+
+    @classmethod
+    def build(
+        cls, payload: torch.Tensor, schedule: CopySchedule, device: torch.device, batches: Sequence[SmallTensorBatch]
+    ) -> TransferPlan:
+        """Cut the lazy operations of a device into pieces. `batches`: its small tensors."""
+        pieces: list[CopyPiece] = []
+        parity_ops: list[ParityOp] = []
+        for op in schedule.lazy:
+            if op.device != device:
+                continue
+            if isinstance(op, ParityOp):
+                parity_ops.append(op)
+            else:
+                pieces += cut(payload[op.offset : op.offset + op.size_bytes], op.source, op.owners)
+        for run in coded_runs(parity_ops):
+            pieces.append(CopyPiece(payload[run.offset : run.offset + run.size_bytes], run, run.owners))
+        return cls(payload, batches, pieces)
 
     @cached_property
     def room_bytes(self) -> int:
@@ -80,7 +100,7 @@ class TransferPlan:
 
     @cached_property
     def owners(self) -> frozenset[int]:
-        found = {piece.owners for piece in self.pieces} | {one.owners for one in self.gathered}
+        found = {piece.owners for piece in self.pieces} | {one.owners for one in self.batches}
         return frozenset[int]().union(*found)
 
 
@@ -216,9 +236,9 @@ class DeviceTransfer:
         stream, late = self.lane.cloning, frozenset[int]().union(*(piece.owners for piece in self._late))
         with torch.cuda.stream(stream):
             stream.wait_event(self.begin)
-            if self._cargo.gathered and self.lane.left is not None:
+            if self._cargo.batches and self.lane.left is not None:
                 stream.wait_event(self.lane.left)  # what was gathered before has left its place
-            for one in self._cargo.gathered:
+            for one in self._cargo.batches:
                 one.collect()
             self._look()
             self._looked = stream.record_event()
@@ -242,7 +262,7 @@ class DeviceTransfer:
             else:
                 copied[0].append(clones[-1])
                 copied[1].append(piece.source)
-        for some, sources in in_batches(*copied):
+        for some, sources in foreach_copies(*copied):
             torch._foreach_copy_(some, sources)
         return clones
 
@@ -253,8 +273,8 @@ class DeviceTransfer:
             return
         self._small_left = True
         self.lane.stream.wait_event(self._looked)
-        for one in self._cargo.gathered:
-            one.leave(self._cargo.payload)
+        for one in self._cargo.batches:
+            one.copy_to_host(self._cargo.payload)
         self._tell()
 
     def _ends(self) -> dict[int, list[int]]:

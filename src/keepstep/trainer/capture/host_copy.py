@@ -1,26 +1,85 @@
-"""Lazy copies of host memory: on the copy thread, in place, piece by piece, at a capped rate if that is wanted."""
+"""Copies of host memory: small tensors inside `take`, all else on the copy thread, at a capped rate if one is set."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from keepstep import faults
 from keepstep.config import TakeConfig
+from keepstep.errors import CaptureError
+from keepstep.layout import ALIGN
 from keepstep.trainer.capture.device_copy import PIECE_BYTES
 from keepstep.trainer.capture.job import CaptureCost, CaptureJob
 from keepstep.trainer.capture.next_checks import FULL_CHECKS
+from keepstep.trainer.capture.small_tensors import adjacent_runs
+from keepstep.trainer.plan.copy_plan import CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
 from keepstep.trainer.plan.units import CopyOp
 from keepstep.trainer.state.optimizer_fence import CopyGate
 
 THROTTLED_PIECE_BYTES = 1 << 20
+MAX_BUFFERS_PER_CALL = 1024  # IOV_MAX
+MAX_BYTES_PER_CALL = 1 << 30  # The system writes at most 2 GiB per call, and reports the rest only by a short count.
+
+_ZEROS = memoryview(bytes(ALIGN))
+
+
+@dataclass(frozen=True)
+class _Call:
+    buffers: list[memoryview]
+    offset: int
+    size_bytes: int
+
+
+class SmallHostTensors:
+    """Small tensors of the host, and the system calls that write them into the arena.
+
+    The list of buffers is made once per schedule. One copy per tensor takes ten times as long, inside `take`. The
+    buffers keep the memory of the tensors alive. Not by `Tensor.numpy()`, after which a tensor cannot be resized.
+    """
+
+    def __init__(self, ops: Sequence[CopyOp]) -> None:
+        self._first_path = ops[0].path
+        self._calls = [call for run in adjacent_runs(ops) for call in _calls(run)]
+
+    def write(self, fd: int, start: int) -> None:
+        """Write into the payload that begins at `start` in the memory behind `fd`."""
+        for call in self._calls:
+            faults.point("capture.eager")
+            try:
+                written = os.pwritev(fd, call.buffers, start + call.offset)
+            except OSError as error:
+                raise self._failure(os.strerror(error.errno or 0)) from error
+            if written != call.size_bytes:
+                raise self._failure(f"{written:,} of {call.size_bytes:,} bytes were written")
+
+    def _failure(self, reason: str) -> CaptureError:
+        return CaptureError(f"small tensors from {self._first_path} on could not be copied: {reason}")
+
+
+def _calls(run: list[CopyOp]) -> list[_Call]:
+    """Padding between two operations is written as zeros."""
+    ends = [*(op.offset for op in run[1:]), run[-1].offset + run[-1].size_bytes]
+    buffers, calls, start = list[memoryview](), list[_Call](), run[0].offset
+    for op, end in zip(run, ends, strict=True):
+        if buffers and (len(buffers) + 2 > MAX_BUFFERS_PER_CALL or end - start > MAX_BYTES_PER_CALL):
+            calls.append(_Call(buffers, start, op.offset - start))
+            buffers, start = [], op.offset
+        buffers.append(memoryview(np.from_dlpack(op.source)))  # type: ignore[arg-type]
+        if padding := end - op.offset - op.size_bytes:
+            buffers.append(_ZEROS[:padding])
+    return [*calls, _Call(buffers, start, ends[-1] - start)]
 
 
 class HostCopier:
-    """`violated` is called with what has changed while it was copied."""
+    """Executes the host part of a schedule. `violated` is called with an operation whose bytes changed meanwhile."""
 
     def __init__(
         self,
@@ -31,35 +90,42 @@ class HostCopier:
     ) -> None:
         self._config, self._spent = config, spent
         self._violated = violated
+        self._small: WeakKeyDictionary[CopySchedule, SmallHostTensors] = WeakKeyDictionary()
+
+    def copy_small(self, schedule: CopySchedule, fd: int, start: int) -> None:
+        """Inside `take`: into the payload that begins at `start` in the memory behind `fd`."""
+        if schedule.small_on_host:
+            if schedule not in self._small:
+                self._small[schedule] = SmallHostTensors(schedule.small_on_host)
+            self._small[schedule].write(fd, start)
 
     def copy(self, job: CaptureJob, passed: Callable[[int], None]) -> None:
-        """`passed` is told of an optimizer for each unit of its that is no longer read."""
-        units = job.parts.lazy_on_host
+        """On the copy thread. `passed` is called with an optimizer for each of its operations that has ended."""
+        ops, targets = job.schedule.lazy_on_host, job.targets.lazy_on_host
         started = time.perf_counter()
-        targets = job.view.targets(job.slot, job.plan, units)
+        # Optimizers that may write once everything was compared.
         held: list[int] = []
-        """optimizers that may write once everything was compared"""
-        for unit, target in zip(units, targets, strict=True):
-            if isinstance(unit, ParityOp):
+        for op, target in zip(ops, targets, strict=True):
+            if isinstance(op, ParityOp):
                 faults.point("capture.copy")
-                unit.compute(target)
-                self.pace(unit.size_bytes, [job.gates[index] for index in unit.owners])
+                op.compute(target)
+                self.pace(op.size_bytes, [job.gates[index] for index in op.owners])
             else:
-                self._move(target, unit.source, [job.gates[index] for index in unit.owners])
-            for index in unit.owners:
+                self._copy_pieces(target, op.source, [job.gates[index] for index in op.owners])
+            for index in op.owners:
                 if self._checks_in_full(job):
                     held.append(index)
                 else:
                     passed(index)
         if held:
-            self._compare_in_full(job, units, targets)
+            self._compare_in_full(job, ops, targets)
         for index in held:
             passed(index)
-        if units:
-            self._spent.copied_bytes += sum(unit.read_bytes for unit in units)
+        if ops:
+            self._spent.copied_bytes += sum(op.read_bytes for op in ops)
             self._spent.copy_s += time.perf_counter() - started
 
-    def _move(self, target: torch.Tensor, source: torch.Tensor, gates: list[CopyGate]) -> None:
+    def _copy_pieces(self, target: torch.Tensor, source: torch.Tensor, gates: list[CopyGate]) -> None:
         piece = THROTTLED_PIECE_BYTES if self._config.rate_bytes_s else PIECE_BYTES
         for start in range(0, target.numel(), piece):
             faults.point("capture.copy")
@@ -68,7 +134,7 @@ class HostCopier:
             self.pace(part.numel(), gates)
 
     def pace(self, size_bytes: int, gates: Iterable[CopyGate]) -> None:
-        """Keep to the cap, unless an optimizer waits."""
+        """Keep to the rate cap, unless an optimizer waits."""
         rate = self._config.rate_bytes_s
         if rate:
             gate = min(gates, key=id)
@@ -78,12 +144,12 @@ class HostCopier:
     def _checks_in_full(self, job: CaptureJob) -> bool:
         return self._config.fingerprint != "off" and job.plan.history.snapshots < FULL_CHECKS
 
-    def _compare_in_full(self, job: CaptureJob, units: list[CopyOp | ParityOp], targets: list[torch.Tensor]) -> None:
-        """While nobody waits: is what landed still what stands in the live tensors?"""
-        for unit, target in zip(units, targets, strict=True):
+    def _compare_in_full(self, job: CaptureJob, ops: list[CopyOp | ParityOp], targets: list[torch.Tensor]) -> None:
+        """Compare the copies with the live tensors, until an optimizer waits."""
+        for op, target in zip(ops, targets, strict=True):
             if any(gate.wanted.is_set() for gate in job.gates.values()):
                 return
-            now = unit.compute(torch.empty_like(target)) if isinstance(unit, ParityOp) else unit.source
+            now = op.compute(torch.empty_like(target)) if isinstance(op, ParityOp) else op.source
             if not torch.equal(now, target):
-                self._violated(job, unit)
+                self._violated(job, op)
                 return

@@ -10,6 +10,7 @@ import torch
 
 from keepstep.arena.records import TrainerHeader
 from keepstep.trainer.capture.device_copy import DeviceTransfer
+from keepstep.trainer.capture.slot_targets import SlotTargets
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.plan.copy_plan import CopyPlan, CopySchedule
@@ -28,7 +29,8 @@ class CaptureJob:
     sequence: int
     """of that header in the arena"""
     plan: CopyPlan
-    parts: CopySchedule
+    schedule: CopySchedule
+    targets: SlotTargets
     gates: dict[int, CopyGate]
     checks: SnapshotChecks
     behind: Callable[[], bytes]

@@ -12,6 +12,7 @@ import random
 from keepstep import faults
 from keepstep.config import TakeConfig
 from keepstep.trainer.capture.device_lane import DeviceLanes
+from keepstep.trainer.capture.small_tensors import SmallTensorBatches
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.plan.copy_plan import CopyPlan, CopySchedule
 
@@ -24,8 +25,8 @@ FULL_CHECKS = 3
 class NextChecks:
     """By plan: a layout has one for each turn of its shares."""
 
-    def __init__(self, config: TakeConfig, lanes: DeviceLanes) -> None:
-        self._config, self._lanes = config, lanes
+    def __init__(self, config: TakeConfig, lanes: DeviceLanes, small: SmallTensorBatches) -> None:
+        self._config, self._lanes, self._small = config, lanes, small
         self._random = random.Random()
         self._checks: dict[int, tuple[CopyPlan, CopySchedule, list[SnapshotChecks]]] = {}
 
@@ -60,11 +61,11 @@ class NextChecks:
                 log.warning("the next snapshot is only sampled: %s", error)
                 return
 
-    def gathering(self, parts: CopySchedule) -> None:
-        """Have the addresses of small tensors on their device."""
+    def prepare_small(self, schedule: CopySchedule) -> None:
+        """Copy the addresses of small tensors to their device."""
         try:
             with self._lanes.aside():
-                for one in (one for some in parts.gathered.values() for one in some):
-                    one.prepare()
+                for batch in self._small.lazy(schedule):
+                    batch.prepare()
         except Exception as error:
             log.warning("small tensors are collected by the host: %s", error)

@@ -1,94 +1,124 @@
-"""Small tensors of a device that leave together: one call collects them, one copy takes them away."""
+"""Small tensors of a device: collected on the device by one call, copied to the host by one copy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
 from keepstep.layout import ALIGN
 from keepstep.parity.gpu.batches import CopyBatch
+from keepstep.trainer.plan.copy_plan import CopySchedule
 from keepstep.trainer.plan.units import CopyOp
 
-AT_ONCE = 2048
-"""tensors per call: a call with more holds the interpreter for milliseconds"""
+MAX_TENSORS_PER_CALL = 2048  # A call with more of them holds the interpreter for milliseconds.
 
 
 @dataclass
 class SmallTensorBatch:
-    """Units that lie side by side in the payload, and a buffer on their device that looks the same."""
+    """Operations that are adjacent in the payload, and a buffer on their device with the same content."""
 
     offset: int
     buffer: torch.Tensor
-    units: Sequence[CopyOp]
-    batches: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
-    """(places in the buffer, sources)"""
+    ops: Sequence[CopyOp]
+    # (places in the buffer, sources) of each call
+    calls: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
     owners: frozenset[int]
     prepared: CopyBatch | None = None
 
     def prepare(self) -> None:
-        """Have all addresses on the device, which then collects by itself: without, thousands of tensors take the
-        host tens of milliseconds each time. Waits for the device at first use."""
+        """Copy all addresses to the device, which then collects without the host: otherwise thousands of tensors cost
+        the host tens of milliseconds per snapshot. Waits for the device at first use."""
         if self.prepared is None and self.buffer.is_cuda:
-            starts = [unit.offset - self.offset for unit in self.units]
-            places = [self.buffer[at : at + unit.size_bytes] for at, unit in zip(starts, self.units, strict=True)]
-            self.prepared = CopyBatch([unit.source for unit in self.units], places)
+            starts = [op.offset - self.offset for op in self.ops]
+            places = [self.buffer[start : start + op.size_bytes] for start, op in zip(starts, self.ops, strict=True)]
+            self.prepared = CopyBatch([op.source for op in self.ops], places)
 
     def collect(self) -> None:
+        """Queue the copies into the buffer on the current stream."""
         if self.prepared is not None:
             self.prepared.run()
             return
-        for places, sources in self.batches:
+        for places, sources in self.calls:
             torch._foreach_copy_(places, sources)
 
-    def leave(self, payload: torch.Tensor) -> None:
-        """What was collected, on the current stream."""
+    def copy_to_host(self, payload: torch.Tensor) -> None:
+        """Queue the copy of the buffer on the current stream."""
         payload[self.offset : self.offset + self.buffer.numel()].copy_(self.buffer, non_blocking=True)
 
 
-def gather(units: Sequence[CopyOp]) -> list[SmallTensorBatch]:
-    """All units are on one device. Those with a hole between them go apart."""
-    found: list[SmallTensorBatch] = []
-    for run in runs_of(units):
+class SmallTensorBatches:
+    """The batches of each schedule, made at first use; they are freed with the schedule."""
+
+    def __init__(self) -> None:
+        self._eager: WeakKeyDictionary[CopySchedule, list[SmallTensorBatch]] = WeakKeyDictionary()
+        self._lazy: WeakKeyDictionary[CopySchedule, list[SmallTensorBatch]] = WeakKeyDictionary()
+
+    def eager(self, schedule: CopySchedule) -> list[SmallTensorBatch]:
+        """Copied inside `take`; for all devices."""
+        if schedule not in self._eager:
+            self._eager[schedule] = _by_device([op for op in schedule.small_eager if op.device.type != "cpu"])
+        return self._eager[schedule]
+
+    def lazy(self, schedule: CopySchedule) -> list[SmallTensorBatch]:
+        """Copied after `take`; for all devices."""
+        if schedule not in self._lazy:
+            self._lazy[schedule] = _by_device(schedule.small_lazy)
+        return self._lazy[schedule]
+
+
+def _by_device(ops: Sequence[CopyOp]) -> list[SmallTensorBatch]:
+    by_device: dict[torch.device, list[CopyOp]] = {}
+    for op in ops:
+        by_device.setdefault(op.device, []).append(op)
+    return [batch for device_ops in by_device.values() for batch in make_batches(device_ops)]
+
+
+def make_batches(ops: Sequence[CopyOp]) -> list[SmallTensorBatch]:
+    """All operations are of one device. A gap in the payload begins a new batch."""
+    batches: list[SmallTensorBatch] = []
+    for run in adjacent_runs(ops):
         start, end = run[0].offset, run[-1].offset + run[-1].size_bytes
         buffer = torch.zeros(end - start, dtype=torch.uint8, device=run[0].device)
-        places = [buffer[unit.offset - start : unit.offset - start + unit.size_bytes] for unit in run]
-        owners = frozenset[int]().union(*(unit.owners for unit in run))
-        batches = in_batches(places, [unit.source for unit in run])
-        found.append(SmallTensorBatch(start, buffer, run, batches, owners))
-    return found
+        places = [buffer[op.offset - start : op.offset - start + op.size_bytes] for op in run]
+        owners = frozenset[int]().union(*(op.owners for op in run))
+        calls = foreach_copies(places, [op.source for op in run])
+        batches.append(SmallTensorBatch(start, buffer, run, calls, owners))
+    return batches
 
 
-def runs_of(units: Sequence[CopyOp]) -> list[list[CopyOp]]:
-    """Side by side in the payload: nothing but padding is between them."""
+def adjacent_runs(ops: Sequence[CopyOp]) -> list[list[CopyOp]]:
+    """Operations that are adjacent in the payload: only padding lies between them."""
     runs: list[list[CopyOp]] = []
     end = -1
-    for unit in sorted(units, key=lambda unit: unit.offset):
-        if not runs or unit.offset - end >= ALIGN:
+    for op in sorted(ops, key=lambda op: op.offset):
+        if not runs or op.offset - end >= ALIGN:
             runs.append([])
-        runs[-1].append(unit)
-        end = unit.offset + unit.size_bytes
+        runs[-1].append(op)
+        end = op.offset + op.size_bytes
     return runs
 
 
-def in_batches(
-    places: list[torch.Tensor], sources: list[torch.Tensor]
+def foreach_copies(
+    targets: list[torch.Tensor], sources: list[torch.Tensor]
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """For `torch._foreach_copy_`. By words where bytes allow it, which a device moves several times as fast."""
+    """Arguments for `torch._foreach_copy_`. In words of eight bytes where both sides are aligned: a device copies them
+    several times as fast."""
     words: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for place, source in zip(places, sources, strict=True):
-        whole = _has_words(place) and _has_words(source)
-        into, out = words if whole else rest
-        into.append(place.view(torch.int64) if whole else place)
-        out.append(source.view(torch.int64) if whole else source)
+    for target, source in zip(targets, sources, strict=True):
+        aligned = _is_word_aligned(target) and _is_word_aligned(source)
+        into, out_of = words if aligned else rest
+        into.append(target.view(torch.int64) if aligned else target)
+        out_of.append(source.view(torch.int64) if aligned else source)
     return [
-        (into[at : at + AT_ONCE], out[at : at + AT_ONCE])
-        for into, out in (words, rest)
-        for at in range(0, len(into), AT_ONCE)
+        (into[start : start + MAX_TENSORS_PER_CALL], out_of[start : start + MAX_TENSORS_PER_CALL])
+        for into, out_of in (words, rest)
+        for start in range(0, len(into), MAX_TENSORS_PER_CALL)
     ]
 
 
-def _has_words(part: torch.Tensor) -> bool:
+def _is_word_aligned(part: torch.Tensor) -> bool:
     return not (part.numel() % 8 or part.data_ptr() % 8 or part.storage_offset() % 8)

@@ -1,9 +1,8 @@
-"""The trainer's writable view of its arena: slots as byte tensors, with the places of a plan's units cached."""
+"""The trainer's writable view of its arena: slots as byte tensors, their layouts, page-locking for CUDA."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,12 +10,8 @@ import torch
 
 from keepstep.arena.memfd import Mapping
 from keepstep.arena.slots import Arena, SlotSpan
-from keepstep.trainer.capture.device_copy import CopyPiece, TransferPlan, cut
 from keepstep.trainer.memory import pinned
-from keepstep.trainer.plan.coded_runs import coded_runs
-from keepstep.trainer.plan.copy_plan import CopyPlan, CopySchedule, PlanHistory
-from keepstep.trainer.plan.parity_ops import ParityOp
-from keepstep.trainer.plan.units import CopyOp
+from keepstep.trainer.plan.copy_plan import CopyPlan
 
 log = logging.getLogger("keepstep")
 
@@ -28,49 +23,13 @@ class ArenaView:
         self.arena, self.mapping = arena, mapping
         # Through numpy: torch.frombuffer takes no reference to the map and crashes after close.
         self.bytes = torch.from_numpy(np.frombuffer(mapping.map, dtype=np.uint8))
-        self._targets: dict[int, dict[tuple[int, int], torch.Tensor]] = {}
-        self._cargo: dict[tuple[int, int, torch.device], tuple[CopySchedule, TransferPlan]] = {}
-        """by slot, parts (which are held, so that the key stays theirs) and device"""
         self._layouts: dict[int, bytes] = {}
-        self._history: PlanHistory | None = None
         self._registered: dict[int, int] = {}
         """addresses by offset"""
 
     def payload(self, slot: int) -> torch.Tensor:
         span = self.arena.payload_span(slot)
         return self.bytes[span.offset : span.offset + span.size_bytes]
-
-    def targets(self, slot: int, plan: CopyPlan, units: Sequence[CopyOp | ParityOp]) -> list[torch.Tensor]:
-        """Where the units of a plan go in a slot; the views are made once."""
-        self._forget_others(plan)
-        known = self._targets.setdefault(slot, {})
-        places = [(unit.offset, unit.size_bytes) for unit in units]
-        missing = [place for place in places if place not in known]
-        if missing:
-            payload = self.payload(slot)
-            known.update(((offset, size), payload[offset : offset + size]) for offset, size in missing)
-        return [known[place] for place in places]
-
-    def cargo(self, slot: int, plan: CopyPlan, parts: CopySchedule, device: torch.device) -> TransferPlan:
-        """The lazy units of a device, cut for copying; made once."""
-        self._forget_others(plan)
-        key = (slot, id(parts), device)
-        if key not in self._cargo:
-            payload, mine = self.payload(slot), [unit for unit in parts.lazy if unit.device == device]
-            pieces: list[CopyPiece] = []
-            for unit in mine:
-                if isinstance(unit, CopyOp):
-                    pieces += cut(payload[unit.offset : unit.offset + unit.size_bytes], unit.source, unit.owners)
-            for run in coded_runs([unit for unit in mine if isinstance(unit, ParityOp)]):
-                pieces.append(CopyPiece(payload[run.offset : run.offset + run.size_bytes], run, run.owners))
-            self._cargo[key] = (parts, TransferPlan(payload, parts.gathered.get(device, ()), pieces))
-        return self._cargo[key][1]
-
-    def _forget_others(self, plan: CopyPlan) -> None:
-        if plan.history is not self._history:
-            self._history = plan.history
-            self._targets.clear()
-            self._cargo.clear()
 
     def write_layout(self, slot: int, plan: CopyPlan) -> None:
         """Only when the slot holds another one: it is the same for thousands of snapshots."""
@@ -114,9 +73,6 @@ class ArenaView:
     def close(self) -> None:
         if self._registered:
             pinned.unlock_pages(self._registered.values())
-        self._targets.clear()
-        self._cargo.clear()
-        self._history = None
         del self.bytes
         self.mapping.close()
         self.arena.close()

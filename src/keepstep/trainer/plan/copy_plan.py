@@ -1,11 +1,12 @@
-"""What one snapshot copies, and in which order: worked out once per layout, used at every `take`.
+"""Copy plan: which bytes a snapshot copies, and when. Made once per layout, used by every `take`. Data only.
 
-eager     inside `take`: small tensors of the host together, and everything whose writer is not fenced
-lazy      behind it, by the copy thread, in pieces; the optimizer that owns it waits at the gate
-gathered  the same, for small tensors of a device: collected there first
+eager        inside `take`: everything whose writer is not fenced
+lazy         after `take`, by the copy thread; the optimizer that owns the bytes waits at its gate
+small_eager  like `eager`: small tensors, copied together
+small_lazy   like `lazy`: small tensors of a device, which are collected on the device first
 
-Of a stream only the stored chunks are copied, each from the tensors that it is made of; parity of others
-is computed on the way (coding.py).
+Of a replica set only the stored chunks are copied, each from the tensors that it consists of. Parity chunks are
+computed from the tensors (`parity_ops`). What executes a plan (buffers, views of the arena, streams) is in `capture`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from functools import cached_property
 import torch
 
 from keepstep.layout import Layout, digest
-from keepstep.trainer.capture.scattered import Scattered
-from keepstep.trainer.capture.small_tensors import SmallTensorBatch, gather
 from keepstep.trainer.plan.parity_ops import ParityOp, coded_units
 from keepstep.trainer.plan.ranges import cut, gaps, runs
 from keepstep.trainer.plan.tensor_blocks import Block, Blocks, SharedBlocks
@@ -29,84 +28,78 @@ SMALL_BYTES = 65536  # tensors up to this size are copied inside `take`, all tog
 
 @dataclass
 class PlanHistory:
-    """What the plans of one layout have in common, however its streams are turned."""
+    """Shared by all plans of one layout, whatever the turn of its replica sets."""
 
     snapshots: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class CopySchedule:
-    """A plan, dealt out."""
+    """The operations of a plan by the time at which they run. Compared by identity: the key of caches in `capture`."""
 
-    eager: list[CopyOp | ParityOp]
+    eager: list[CopyOp | ParityOp] = field(default_factory=list)
     lazy: list[CopyOp | ParityOp] = field(default_factory=list)
-    small: Scattered | None = None
-    """of the host"""
-    gathered: dict[torch.device, list[SmallTensorBatch]] = field(default_factory=dict)
-    gathered_now: list[SmallTensorBatch] = field(default_factory=list)
-    """of devices, inside `take`"""
+    small_eager: list[CopyOp] = field(default_factory=list)
+    small_lazy: list[CopyOp] = field(default_factory=list)
+
+    @cached_property
+    def small_on_host(self) -> list[CopyOp]:
+        return [op for op in self.small_eager if op.device.type == "cpu"]
 
     @cached_property
     def lazy_on_host(self) -> list[CopyOp | ParityOp]:
-        return [unit for unit in self.lazy if unit.device.type == "cpu"]
+        return [op for op in self.lazy if op.device.type == "cpu"]
 
     @cached_property
     def devices(self) -> set[torch.device]:
-        """That lazy copies leave."""
-        return {unit.device for unit in self.lazy if unit.device.type != "cpu"} | set(self.gathered)
+        """Source devices of lazy copies."""
+        return {op.device for op in [*self.lazy, *self.small_lazy] if op.device.type != "cpu"}
 
     @cached_property
     def owners(self) -> frozenset[int]:
-        found = {unit.owners for unit in self.lazy}
-        found |= {one.owners for some in self.gathered.values() for one in some}
-        return frozenset[int]().union(*found)
+        """Optimizers that must wait for lazy copies."""
+        return frozenset[int]().union(*(op.owners for op in [*self.lazy, *self.small_lazy]))
 
 
 @dataclass
 class CopyPlan:
-    """All units of a layout. Valid while the tensors' addresses and shapes are."""
+    """All operations of a layout. Valid while addresses and shapes of the tensors are unchanged."""
 
     layout: Layout
     encoded: bytes
     layout_digest: bytes
     small: list[CopyOp] = field(default_factory=list)
-    loose: list[CopyOp | ParityOp] = field(default_factory=list)
-    """unfenced, or to be materialised"""
+    # Unfenced, or to be materialised.
+    unfenced: list[CopyOp | ParityOp] = field(default_factory=list)
     fenced: list[CopyOp | ParityOp] = field(default_factory=list)
+    # (offset, size) in the stored chunks of replica sets that no operation writes: zero on all ranks that store them.
     gaps: list[tuple[int, int]] = field(default_factory=list)
-    """(offset, size) of what no unit writes in the chunks of streams: zero on all ranks that store them"""
     history: PlanHistory = field(default_factory=PlanHistory)
-    _parts: dict[frozenset[int], CopySchedule] = field(default_factory=dict)
+    _schedules: dict[frozenset[int], CopySchedule] = field(default_factory=dict)
 
     @property
     def payload_bytes(self) -> int:
         return self.layout.payload_bytes
 
-    def units(self) -> list[CopyOp | ParityOp]:
-        return [*self.small, *self.loose, *self.fenced]
+    @property
+    def ops(self) -> list[CopyOp | ParityOp]:
+        return [*self.small, *self.unfenced, *self.fenced]
 
-    def parts(self, watched: list[WatchedOptimizer]) -> CopySchedule:
-        """What to copy when, at this moment: it depends on whose fence is trusted."""
+    def schedule(self, watched: list[WatchedOptimizer]) -> CopySchedule:
+        """The schedule for this moment: it depends on which optimizers have a trusted fence."""
         trusted = frozenset(index for index, w in enumerate(watched) if w.trusted)
-        if trusted not in self._parts:
-            self._parts[trusted] = self._part(trusted)
-        return self._parts[trusted]
+        if trusted not in self._schedules:
+            self._schedules[trusted] = self._make_schedule(trusted)
+        return self._schedules[trusted]
 
-    def _part(self, trusted: frozenset[int]) -> CopySchedule:
-        parts = CopySchedule(eager=list(self.loose))
-        for unit in self.fenced:
-            (parts.lazy if unit.owners <= trusted else parts.eager).append(unit)
-        loose: dict[torch.device, list[CopyOp]] = {}
-        fenced: dict[torch.device, list[CopyOp]] = {}
-        here = [unit for unit in self.small if unit.device.type == "cpu"]
-        parts.small = Scattered(here) if here else None
-        for unit in self.small:
-            if unit.device.type != "cpu":
-                waits = unit.owners and unit.owners <= trusted
-                (fenced if waits else loose).setdefault(unit.device, []).append(unit)
-        parts.gathered = {device: gather(units) for device, units in fenced.items()}
-        parts.gathered_now = [one for units in loose.values() for one in gather(units)]
-        return parts
+    def _make_schedule(self, trusted: frozenset[int]) -> CopySchedule:
+        schedule = CopySchedule(eager=list(self.unfenced))
+        for op in self.fenced:
+            (schedule.lazy if op.owners <= trusted else schedule.eager).append(op)
+        for small in self.small:
+            is_lazy = small.device.type != "cpu" and small.owners and small.owners <= trusted
+            (schedule.small_lazy if is_lazy else schedule.small_eager).append(small)
+        return schedule
 
 
 def plan_copies(blocks: Blocks, watched: list[WatchedOptimizer], small_bytes: int) -> CopyPlan:
@@ -131,7 +124,7 @@ def _classify(plan: CopyPlan, unit: CopyOp, small_bytes: int) -> None:
     """By the block's size: a small end of a large tensor is fenced like the rest of it."""
     size = unit.block.entry.size_bytes
     if unit.block.materialise or not (unit.owners or size <= small_bytes):
-        plan.loose.append(unit)
+        plan.unfenced.append(unit)
     elif size <= small_bytes:
         plan.small.append(unit)
     else:
@@ -149,7 +142,7 @@ def _plan_shared(plan: CopyPlan, shared: SharedBlocks, owned: list[set[int]], sm
             unit = CopyOp(sources[index][begin:end], place, end - begin, block.entry.path, owners[index], block)
             _classify(plan, unit, small_bytes)
     for coded in coded_units(stream, sources, owners):
-        (plan.fenced if coded.fenced else plan.loose).append(coded)
+        (plan.fenced if coded.fenced else plan.unfenced).append(coded)
     plan.gaps += gaps(stream)
 
 

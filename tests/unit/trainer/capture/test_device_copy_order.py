@@ -16,7 +16,7 @@ import torch
 
 from keepstep.trainer.capture import device_copy
 from keepstep.trainer.capture.device_copy import DeviceLane, DeviceTransfer, TransferPlan, cut
-from keepstep.trainer.capture.small_tensors import gather
+from keepstep.trainer.capture.small_tensors import make_batches
 from keepstep.trainer.capture.split import StagingPolicy
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
@@ -104,7 +104,7 @@ class State:
             (self.units if number > 2 else self.small).append(unit)
             end += -(-size // 64) * 64
         self.payload_bytes = end
-        self.gathered = gather(self.small)
+        self.gathered = make_batches(self.small)
 
     def depart(self, lane: DeviceLane, payload: torch.Tensor) -> tuple[DeviceTransfer, SnapshotChecks]:
         pieces = [piece for u in self.units for piece in cut(payload[u.offset :][: u.size_bytes], u.source, u.owners)]

@@ -34,7 +34,7 @@ class Flying:
         unit = CopyOp(self.source, 0, self.source.numel(), "weight", frozenset({0}), nobody)
         self.checks = SnapshotChecks(None, [DeviceFingerprints([unit], random.Random(0), whole=True)])
         self.job = CaptureJob(
-            nobody, nobody, 0, nobody, 0, nobody, nobody, {0: CopyGate()}, self.checks, lambda: b"", lambda: "",
+            nobody, nobody, 0, nobody, 0, nobody, nobody, nobody, {0: CopyGate()}, self.checks, lambda: b"", lambda: "",
             departures=[nobody],
         )  # fmt: skip
         monkeypatch.setattr(self.capture, "_flying", [self.job])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keepstep.errors import IntegrityError
-from keepstep.trainer.capture.small_tensors import gather
+from keepstep.trainer.capture.small_tensors import make_batches
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import ROW, DeviceFingerprints, check_restored, frame, unframe
 from keepstep.trainer.plan.units import CopyOp
@@ -140,11 +140,11 @@ def test_small_tensors_are_gathered_as_they_lie_in_the_payload() -> None:
     units, payload = laid_out((64, 4, 100, 8, 1))
     apart = units[:3] + units[4:]
     landed = torch.zeros_like(payload)
-    runs = gather(apart)
-    assert [run.offset for run in runs] == [0, units[4].offset]
-    for run in runs:
-        run.collect()
-        run.leave(landed)
+    batches = make_batches(apart)
+    assert [batch.offset for batch in batches] == [0, units[4].offset]
+    for batch in batches:
+        batch.collect()
+        batch.copy_to_host(landed)
     for unit in apart:
         span = slice(unit.offset, unit.offset + unit.size_bytes)
         assert torch.equal(landed[span], payload[span])
