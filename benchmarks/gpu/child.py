@@ -61,7 +61,7 @@ def measure_small(task: Task) -> None:
 
 def measure_share(task: Task) -> None:
     """This process as rank 0 of eight nodes; which part of the state is its own follows from that alone."""
-    from keepstep.trainer.connection.world import World
+    from keepstep.trainer.connection.environment import World
 
     World.of = classmethod(lambda cls, place, environ=None: cls(0, NODES))  # type: ignore[method-assign, assignment]
     device, results = Device(task.device), _results(task)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.trainer.capture.device_copy import PIECE_BYTES, DeviceLane, DeviceTransfer, TransferPlan, cut
+from keepstep.trainer.capture.device_copy import DeviceTransfer, TransferPlan, cut
+from keepstep.trainer.capture.device_lane import PIECE_BYTES, DeviceLane
 from keepstep.trainer.capture.small_tensors import make_batches
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints

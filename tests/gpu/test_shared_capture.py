@@ -21,7 +21,7 @@ from keepstep.layout import CHUNK_BYTES, ReplicaSet
 from keepstep.parity.code import Code
 from keepstep.trainer.capture.capture import Capture
 from keepstep.trainer.capture.job import CaptureJob
-from keepstep.trainer.connection.world import RankPlace, World
+from keepstep.trainer.connection.environment import RankPlace, World
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.plan import arena_size
 from keepstep.trainer.plan.replica_shares import ReplicaShares

@@ -40,7 +40,7 @@ def test_a_node_that_never_comes_is_an_error_in_time(monkeypatch: pytest.MonkeyP
     from keepstep.errors import KeeperError
     from keepstep.testing.run import LocalRun
     from keepstep.trainer.connection import agreement
-    from keepstep.trainer.connection.world import RankPlace
+    from keepstep.trainer.connection.environment import RankPlace
 
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from keepstep.layout import CHUNK_BYTES, Layout, ReplicaSet, decode
 from keepstep.parity.code import Code
-from keepstep.trainer.connection.world import Ranks, World
+from keepstep.trainer.connection.environment import Ranks, World
 from keepstep.trainer.plan.copy_plan import CopyPlan
 from keepstep.trainer.plan.parity_ops import ParityOp
 from keepstep.trainer.plan.replica_shares import ReplicaShares

@@ -25,15 +25,15 @@ from keepstep.errors import CaptureError, ConfigError
 from keepstep.layout import SnapshotSize
 from keepstep.trainer.capture.capture import Capture
 from keepstep.trainer.capture.job import CaptureJob
+from keepstep.trainer.connection.agreement import meet_if_needed
 from keepstep.trainer.connection.environment import (
+    World,
     find_identity,
     find_place,
-    meet_if_needed,
     registration,
     warn_about_shared_store,
 )
 from keepstep.trainer.connection.keeper_link import KeeperLink, Listeners, RankState
-from keepstep.trainer.connection.world import World
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.rank_arena import RankArena
 from keepstep.trainer.plan import arena_size
@@ -71,7 +71,7 @@ class Snapshotter:
             raise ConfigError("another Snapshotter of this run is open in this process", hint="close() it first")
         listeners = Listeners(self._on_complete, self._on_protected, self._on_voided, self._on_arena_refused)
         met = meet_if_needed(self._identity, self.config, self._place)
-        register = registration(self.config, self._place, met)
+        register = registration(self.config, self._place, met.incarnation if met else None)
         self._rank = RankState()
         membership = met.membership if met else None
         self._link = KeeperLink(self._identity, self.config, register, self._rank, listeners, membership)

@@ -26,8 +26,8 @@ from keepstep.keeper.transfer.chunk_store import SealedSnapshot, open_book
 from keepstep.keeper.workers.replica_digests import answer, class_digests
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, TensorView
 from keepstep.testing.run import LocalRun
+from keepstep.trainer.connection.environment import RankPlace, World
 from keepstep.trainer.connection.keeper_link import KeeperLink
-from keepstep.trainer.connection.world import RankPlace, World
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.plan import arena_size
 from keepstep.trainer.plan.copy_plan import CopyPlan

@@ -36,7 +36,7 @@ from keepstep.trainer.capture.job import CaptureCost, CaptureJob
 from keepstep.trainer.capture.next_checks import NextChecks
 from keepstep.trainer.capture.slot_targets import TargetCache
 from keepstep.trainer.capture.small_tensors import SmallTensorBatches
-from keepstep.trainer.connection.world import RankPlace
+from keepstep.trainer.connection.environment import RankPlace
 from keepstep.trainer.integrity.fingerprints import frame
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.plan.copy_plan import CopyPlan

@@ -25,16 +25,14 @@ import torch
 
 from keepstep import faults
 from keepstep.layout import align
-from keepstep.parity.gpu import batches as parity
+from keepstep.trainer.capture.device_lane import PIECE_BYTES, DeviceLane, timing_event
 from keepstep.trainer.capture.small_tensors import SmallTensorBatch, foreach_copies
-from keepstep.trainer.capture.split import StagingPolicy
 from keepstep.trainer.plan.coded_runs import ParityRun, coded_runs
 from keepstep.trainer.plan.copy_plan import CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
 
 log = logging.getLogger("keepstep")
 
-PIECE_BYTES = 64 << 20
 FIRST_PIECES = 8
 """small things leave behind these: the device had time to make them ready"""
 TURN_S = 0.005
@@ -104,59 +102,6 @@ class TransferPlan:
         return frozenset[int]().union(*found)
 
 
-class DeviceLane:
-    """What captures need on one device: streams, memory for clones, and what was learnt about the time there is."""
-
-    def __init__(self, device: torch.device, budget_bytes: int, *, scale: float = 1.0) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.cloning = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.checking = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        """for looking at what landed, while the next snapshot is being copied"""
-        self.left: torch.cuda.Event | None = None
-        """after it nothing of the last snapshot is on its way but its clones"""
-        self.vacant: torch.cuda.Event | None = None
-        """after it they have left, too"""
-        self.memory = _staging(device, budget_bytes)
-        self.split = StagingPolicy(self.memory.numel(), scale=scale)
-        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def warm_up(self, codes: set[tuple[int, int]]) -> None:
-        """Load and compile everything that a snapshot uses, which takes up to seconds at first use."""
-        for k, m in {*codes, (1, 1)}:
-            parity.warm_up(self.device, k, m)
-        landing = torch.empty(64, dtype=torch.uint8)
-        small = [torch.zeros(64, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        current = torch.cuda.current_stream(self.device)
-        for dtype in (torch.uint8, torch.int64):
-            torch._foreach_copy_([small[0].view(dtype)], [small[1].view(dtype)])
-        small[0].clone()
-        begin = current.record_event(_timer())
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(begin)
-            torch._foreach_copy_([small[0]], [small[1]])
-            landing.copy_(small[0], non_blocking=True)
-            end = self.stream.record_event(_timer())
-        end.synchronize()
-        begin.elapsed_time(end)
-
-    def scratch(self, size_bytes: int) -> torch.Tensor:
-        """For parity on its way: used in the order of the copy stream, so one is enough."""
-        if self._scratch.numel() < size_bytes:
-            self._scratch = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-        return self._scratch[:size_bytes]
-
-
-def _staging(device: torch.device, budget_bytes: int) -> torch.Tensor:
-    """As much as there is room for: without it the update waits, which is slower and not wrong."""
-    while budget_bytes >= PIECE_BYTES:
-        try:
-            return torch.empty(budget_bytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:
-            budget_bytes //= 2
-    return torch.empty(0, dtype=torch.uint8, device=device)
-
-
 class DeviceTransfer:
     """What one snapshot copies from one device."""
 
@@ -174,7 +119,7 @@ class DeviceTransfer:
         `tell`: queues the way of what was seen to the host.
         """
         self.lane = lane
-        self.begin = torch.cuda.current_stream(lane.device).record_event(_timer())
+        self.begin = torch.cuda.current_stream(lane.device).record_event(timing_event())
         self._cargo, self._staged, self._look, self._tell, pieces = cargo, staged, look, tell, cargo.pieces
         late_bytes, cut_at = lane.split.late_of(cargo.room_bytes), len(pieces)
         while cut_at and align(pieces[cut_at - 1].size_bytes) <= late_bytes:
@@ -183,7 +128,7 @@ class DeviceTransfer:
         self._direct, self._late = pieces[:cut_at], pieces[cut_at:]
         self._reads: dict[int, list[torch.cuda.Event]] = {owner: [] for owner in cargo.owners}
         """by optimizer: the ends of what reads the tensors that it writes"""
-        self._looked = self._cloned = self._started = self._left = self._done = _timer()
+        self._looked = self._cloned = self._started = self._left = self._done = timing_event()
         self._hooked: torch.cuda.Event | None = None
         self._small_left = False
 
@@ -215,7 +160,7 @@ class DeviceTransfer:
             stream.wait_event(self.begin)
             for target, clone in self._staged:
                 target.copy_(clone, non_blocking=True)
-            self._started = stream.record_event(_timer())
+            self._started = stream.record_event(timing_event())
             self._read_until_here(ends.get(-1, ()), passed)
             for index, piece in enumerate(self._direct):
                 piece.leave(self.lane)
@@ -224,7 +169,7 @@ class DeviceTransfer:
                 if index + 1 == FIRST_PIECES:
                     self._leave_small()
             self._leave_small()
-            self._left = self.lane.left = stream.record_event(_timer())
+            self._left = self.lane.left = stream.record_event(timing_event())
             stream.wait_event(self._cloned)
             for piece, clone in zip(self._late, clones, strict=True):
                 faults.point("capture.copy")
@@ -298,7 +243,7 @@ class DeviceTransfer:
         """This optimizer is about to write: the device waits for what still reads."""
         stream = torch.cuda.current_stream(self.lane.device)
         if self._hooked is None:
-            self._hooked = stream.record_event(_timer())
+            self._hooked = stream.record_event(timing_event())
         for event in self._reads[owner]:
             stream.wait_event(event)
 
@@ -330,7 +275,3 @@ class DeviceTransfer:
 def _waited_for() -> torch.cuda.Event:
     """By a thread that sleeps meanwhile."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-
-
-def _timer() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,16 +1,30 @@
-"""The devices that captures leave from."""
+"""Streams and staging memory of each CUDA device that snapshots are copied from, and how much of a snapshot is staged.
+
+What can be copied before the optimizer writes again is copied straight from the live tensors (direct). The rest is
+staged: cloned on the device just before the update and copied from the clone. Clones cost device memory and a little
+time, waiting costs more, so the staged part is as small as the last snapshots allow: after each one it is known by how
+much the direct copies ended too early or too late. Host and device are at different places in the program, so nothing
+but that measurement can decide.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from keepstep.config import TakeConfig
-from keepstep.trainer.capture.device_copy import PIECE_BYTES, DeviceLane
+from keepstep.parity.gpu import batches as parity
 
+PIECE_BYTES = 64 << 20  # Size of one copy: small enough to pace, large enough for link speed.
+MARGIN_S = 0.006  # Direct copies should end this long before the update, because steps vary.
+TRUST = 0.25  # Share of a measured spare time that is used at once: one long step must not make the next one wait.
 STAGING_FREE_SHARE = 0.05  # of the free device memory; the smaller of this and take.staging_share counts
+
+# For tests only: a factor on what the staging policy holds to be possible in time.
+WINDOW_SCALE = "KEEPSTEP_TEST_WINDOW_SCALE"
 
 
 class DeviceLanes:
@@ -51,3 +65,89 @@ class DeviceLanes:
             for lane in self._lanes.values():
                 streams.enter_context(torch.cuda.stream(lane.checking))
             yield
+
+
+class DeviceLane:
+    """What captures need on one device: streams, memory for clones, and what was learnt about the time there is."""
+
+    def __init__(self, device: torch.device, budget_bytes: int, *, scale: float = 1.0) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.cloning = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.checking = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        """for looking at what landed, while the next snapshot is being copied"""
+        self.left: torch.cuda.Event | None = None
+        """after it nothing of the last snapshot is on its way but its clones"""
+        self.vacant: torch.cuda.Event | None = None
+        """after it they have left, too"""
+        self.memory = _staging(device, budget_bytes)
+        self.split = StagingPolicy(self.memory.numel(), scale=scale)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def warm_up(self, codes: set[tuple[int, int]]) -> None:
+        """Load and compile everything that a snapshot uses, which takes up to seconds at first use."""
+        for k, m in {*codes, (1, 1)}:
+            parity.warm_up(self.device, k, m)
+        landing = torch.empty(64, dtype=torch.uint8)
+        small = [torch.zeros(64, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        current = torch.cuda.current_stream(self.device)
+        for dtype in (torch.uint8, torch.int64):
+            torch._foreach_copy_([small[0].view(dtype)], [small[1].view(dtype)])
+        small[0].clone()
+        begin = current.record_event(timing_event())
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(begin)
+            torch._foreach_copy_([small[0]], [small[1]])
+            landing.copy_(small[0], non_blocking=True)
+            end = self.stream.record_event(timing_event())
+        end.synchronize()
+        begin.elapsed_time(end)
+
+    def scratch(self, size_bytes: int) -> torch.Tensor:
+        """For parity on its way: used in the order of the copy stream, so one is enough."""
+        if self._scratch.numel() < size_bytes:
+            self._scratch = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        return self._scratch[:size_bytes]
+
+
+def _staging(device: torch.device, budget_bytes: int) -> torch.Tensor:
+    """As much as there is room for: without it the update waits, which is slower and not wrong."""
+    while budget_bytes >= PIECE_BYTES:
+        try:
+            return torch.empty(budget_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            budget_bytes //= 2
+    return torch.empty(0, dtype=torch.uint8, device=device)
+
+
+@dataclass
+class StagingPolicy:
+    """For one device. `scale` is for tests: a factor on what is held to be possible in time."""
+
+    budget_bytes: int
+    late_bytes: int = -1
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.late_bytes < 0:
+            self.late_bytes = self.budget_bytes  # nothing is known yet: as much as there is room for
+
+    def late_of(self, total_bytes: int) -> int:
+        """How much of a snapshot of this size is late."""
+        late = min(self.late_bytes, total_bytes)
+        if self.scale != 1.0:
+            late = int(total_bytes - (total_bytes - late) * self.scale)
+        return max(0, min(late, self.budget_bytes, total_bytes))
+
+    def learn(self, spare_s: float, rate_bytes_s: float) -> None:
+        """Direct copies ended `spare_s` before the update; negative: the update waited for them that long."""
+        wanted = self.late_bytes - (spare_s - MARGIN_S) * rate_bytes_s
+        change = wanted - self.late_bytes
+        self.late_bytes = round(
+            max(0.0, min(self.late_bytes + (change if change > 0 else TRUST * change), self.budget_bytes))
+        )
+
+
+def timing_event() -> torch.cuda.Event:
+    """An event that `elapsed_time` accepts."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from keepstep import faults
 from keepstep.config import TakeConfig
 from keepstep.errors import CaptureError
 from keepstep.layout import ALIGN
-from keepstep.trainer.capture.device_copy import PIECE_BYTES
+from keepstep.trainer.capture.device_lane import PIECE_BYTES
 from keepstep.trainer.capture.job import CaptureCost, CaptureJob
 from keepstep.trainer.capture.next_checks import FULL_CHECKS
 from keepstep.trainer.capture.small_tensors import adjacent_runs

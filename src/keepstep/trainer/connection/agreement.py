@@ -37,7 +37,7 @@ from keepstep.control.messages import CardIs, Done, Membership, NodeCard, WantCa
 from keepstep.control.spawn import START_S, start_keeper
 from keepstep.errors import ConfigError, KeeperError
 from keepstep.identity import Identity
-from keepstep.trainer.connection.world import RankPlace
+from keepstep.trainer.connection.environment import RankPlace
 from keepstep.types import Incarnation
 
 log = logging.getLogger("keepstep")
@@ -60,6 +60,13 @@ class AgreedIncarnation:
     incarnation: Incarnation
     membership: Membership | None
     """what this trainer told its keeper, to be told again to one that takes its place"""
+
+
+def meet_if_needed(identity: Identity, config: Config, place: RankPlace) -> AgreedIncarnation | None:
+    """Agree where the job has several nodes and their launcher agreed on nothing."""
+    if "KEEPSTEP_INCARNATION" in os.environ or place.world_size == place.local_world_size:
+        return None
+    return meet(identity, config, place)
 
 
 def meet(identity: Identity, config: Config, place: RankPlace) -> AgreedIncarnation:

@@ -1,10 +1,11 @@
-"""Where this trainer stands: its rank, its launcher, and what the trainers of one round share."""
+"""Rank, world and launcher of this trainer, from the process group or the environment. Read once, at the start."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch.distributed
 
@@ -13,13 +14,45 @@ from keepstep.config import Config
 from keepstep.control.messages import Register
 from keepstep.errors import ConfigError
 from keepstep.identity import Identity, identify, process_key
-from keepstep.trainer.connection.agreement import AgreedIncarnation, meet
-from keepstep.trainer.connection.world import RankPlace
 from keepstep.types import Incarnation
 
 log = logging.getLogger("keepstep")
 
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Who captures: goes into every slot header."""
+
+    rank: int
+    world_size: int
+    local_index: int
+    local_world_size: int
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a job with more than one node, and the node of each."""
+
+    rank: int
+    nodes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, place: RankPlace, environ: Mapping[str, str] | None = None) -> World | None:
+        """None on a single node, and where nobody can say which ranks share a node."""
+        environ = os.environ if environ is None else environ
+        size, local = place.world_size, place.local_world_size
+        if size == local or size % local or place.rank % local != place.local_index:
+            return None
+        if environ.get("GROUP_RANK", str(place.rank // local)) != str(place.rank // local):
+            return None
+        return cls(place.rank, tuple(rank // local for rank in range(size)))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.nodes))
 
 
 def find_place(environ: Mapping[str, str] | None = None) -> RankPlace:
@@ -52,18 +85,12 @@ def find_identity(config: Config, place: RankPlace) -> Identity:
     return identity
 
 
-def meet_if_needed(identity: Identity, config: Config, place: RankPlace) -> AgreedIncarnation | None:
-    """Several nodes whose launcher agreed on nothing agree by themselves."""
-    if "KEEPSTEP_INCARNATION" in os.environ or place.world_size == place.local_world_size:
-        return None
-    return meet(identity, config, place)
-
-
-def registration(config: Config, place: RankPlace, met: AgreedIncarnation | None = None) -> Register:
+def registration(config: Config, place: RankPlace, agreed: Incarnation | None = None) -> Register:
+    """The first message to the keeper. `agreed`: the incarnation, where the trainers agreed on it themselves."""
     environ = os.environ
     launched = "TORCHELASTIC_RUN_ID" in environ
     given = environ.get("KEEPSTEP_INCARNATION")
-    incarnation = _parse_incarnation(given) if given else met.incarnation if met is not None else None
+    incarnation = _parse_incarnation(given) if given else agreed
     if place.world_size == 1 and not launched:
         label = process_key(os.getpid())
     else:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from keepstep.layout import CHUNK_BYTES, ReplicaSet, SnapshotSize, align, num_chunks
-from keepstep.trainer.connection.world import Ranks
+from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.plan.copy_plan import CopyPlan
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.replication import Replicas

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from keepstep.layout import CHUNK_BYTES, FULL, SHARE, Entry, ReplicaSet, class_id, num_chunks
 from keepstep.parity.placement import NodePlace, ShareMap, cut_groups
-from keepstep.trainer.connection.world import Ranks, World
+from keepstep.trainer.connection.environment import Ranks, World
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 from torch.distributed.tensor import DTensor
 
-from keepstep.trainer.connection.world import Ranks
+from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.state.objects import MODULE, OPTIMIZER, StateObjects, unwrap_optimizer
 

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, ReplicaSet, TensorView, align
-from keepstep.trainer.connection.world import Ranks
+from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.stillness import Check, deal
 from keepstep.trainer.state.reader import local_part

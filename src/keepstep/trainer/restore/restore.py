@@ -21,8 +21,8 @@ from keepstep.control.messages import RestoreFrom, WantRestore
 from keepstep.errors import IntegrityError
 from keepstep.identity import Identity
 from keepstep.parity.gpu import batches as parity
+from keepstep.trainer.connection.environment import RankPlace
 from keepstep.trainer.connection.keeper_link import KeeperLink
-from keepstep.trainer.connection.world import RankPlace
 from keepstep.trainer.integrity.fingerprints import unframe
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.rank_arena import open_view

@@ -10,7 +10,7 @@ import torch
 
 from keepstep.errors import IntegrityError
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, TensorView
-from keepstep.trainer.connection.world import Ranks
+from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.integrity.fingerprints import check_restored
 from keepstep.trainer.plan.tensor_blocks import flat_bytes, is_dense
 from keepstep.trainer.restore.device_upload import UploadPlan

@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.errors import RecoveryError
-from keepstep.trainer.connection.world import Ranks
+from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.plan.tensor_blocks import region_of
 from keepstep.trainer.restore.saved_snapshot import SavedSnapshot
 from keepstep.trainer.state import objects as s

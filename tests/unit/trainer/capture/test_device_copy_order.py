@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from keepstep.trainer.capture import device_copy
-from keepstep.trainer.capture.device_copy import DeviceLane, DeviceTransfer, TransferPlan, cut
+from keepstep.trainer.capture.device_copy import DeviceTransfer, TransferPlan, cut
+from keepstep.trainer.capture.device_lane import DeviceLane, StagingPolicy
 from keepstep.trainer.capture.small_tensors import make_batches
-from keepstep.trainer.capture.split import StagingPolicy
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
 from keepstep.trainer.plan.units import CopyOp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from keepstep.trainer.capture.split import MARGIN_S, StagingPolicy
+from keepstep.trainer.capture.device_lane import MARGIN_S, StagingPolicy
 
 RATE = 50e9
 GB = 1_000_000_000

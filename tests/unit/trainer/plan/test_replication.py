@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from keepstep.trainer.connection.world import RankPlace, Ranks, World
+from keepstep.trainer.connection.environment import RankPlace, Ranks, World
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.replication import Replicas, replica_ranks
 from keepstep.trainer.state.objects import StateObjects
