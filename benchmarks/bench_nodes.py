@@ -21,7 +21,7 @@ from typing import Any
 from keepers import Run
 from report import provenance, write_result
 
-from keepstep.parity.placement import memory_bytes
+from keepstep.parity.cost_model import memory_bytes
 
 MB = 1 << 20
 

@@ -35,7 +35,7 @@ def main() -> None:
             sources = [memory(draw.choice((1, 4096, SIZE - 5, SIZE)), offset) for _ in range(k - 1)] + [None]
             sets = [[row] for row in range(m)] + [list(range(m))]
             stripes = [Stripe(rows, sources, [memory(SIZE, offset) for _ in rows]) for rows in sets]
-            batches.encode_batch(k, m, stripes)
+            batches.EncodeBatch(k, m, stripes).run()
             for stripe in stripes:
                 check(k, m, stripe)
         print("parity", k, m, flush=True)
@@ -45,7 +45,7 @@ def main() -> None:
         memory(1),
         [TensorBytes(246_800, memory(100)), TensorBytes(4_000_000, memory(7))],
     ]
-    for span, row in zip(spans, batches.fingerprint_spans(spans).cpu(), strict=True):
+    for span, row in zip(spans, batches.FingerprintBatch(spans).run().cpu(), strict=True):
         assert bytes(row.numpy()) == fingerprint(read(span)), "fingerprints are wrong"
     small = [memory(size, size % 5) for size in (1, 4, 64, 4096, 65_536, 65_537, SIZE)]
     copies = [memory(one.numel(), one.numel() % 3) for one in small]

@@ -114,11 +114,6 @@ class ReplicaSet(msgspec.Struct, frozen=True, array_like=True):
         return min(CHUNK_BYTES, self.size_bytes - chunk * CHUNK_BYTES)
 
     @property
-    def positions(self) -> tuple[int, ...]:
-        """The nodes that hold the class, in the order in which a code counts them."""
-        return tuple(sorted(set(self.nodes)))
-
-    @property
     def stored_bytes(self) -> int:
         if self.parity or not self.chunks:
             return (len(self.chunks) + len(self.parity)) * CHUNK_BYTES

@@ -129,7 +129,7 @@ def mixed_stripes(count: int) -> list[Stripe]:
 
 def test_a_batch_of_everything() -> None:
     stripes = mixed_stripes(60)
-    batches.encode_batch(3, 2, stripes)
+    batches.EncodeBatch(3, 2, stripes).run()
     check(3, 2, stripes)
 
 
@@ -157,8 +157,8 @@ def test_torch_operations_have_the_same_bits() -> None:
         [memory(100), None, [TensorBytes(3, memory(5)), TensorBytes(300_000, memory(9_999))]],
     )
     with with_torch():
-        batches.encode_batch(3, 2, stripes)
-        found = batches.fingerprint_spans(spans)
+        batches.EncodeBatch(3, 2, stripes).run()
+        found = batches.FingerprintBatch(spans).run()
     check(3, 2, stripes)
     check_spans(spans, found)
 
@@ -181,7 +181,7 @@ def test_fingerprints_of_spans_of_all_kinds() -> None:
         spans.append(
             [TensorBytes(a, memory(b - a, draw.choice((a % 16, a % 16, draw.randrange(16))))) for a, b in pairs]
         )
-    check_spans(spans, batches.fingerprint_spans(spans))
+    check_spans(spans, batches.FingerprintBatch(spans).run())
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

@@ -13,8 +13,8 @@ from nodes import Run, running
 
 from keepstep.arena.memfd import NAME
 from keepstep.layout import CHUNK_BYTES
+from keepstep.parity.cost_model import memory_bytes
 from keepstep.parity.parity_buffer import ParityBuffer
-from keepstep.parity.placement import memory_bytes
 
 # Headers, tables and values: pages, not parts of the state.
 SMALL = 256 << 10

@@ -9,8 +9,8 @@ nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import xxhash
 
@@ -27,12 +27,13 @@ from keepstep.types import Version
 WINDOW_BYTES = 1 << 20
 # Chunks that one thread reads in one go.
 RUN = 16
+T = TypeVar("T")
 
 
 class MapFunction(Protocol):
-    """`map`, or that of a pool of threads."""
+    """`map`, or `map` of a thread pool."""
 
-    def __call__(self, work: Callable[[list[Chunk]], bytes], runs: list[list[Chunk]], /) -> Iterable[bytes]: ...
+    def __call__(self, work: Callable[[T], bytes], items: Sequence[T], /) -> Iterable[bytes]: ...
 
 
 Digests = Callable[[Arena, int, list[Chunk]], bytes]

@@ -116,10 +116,6 @@ class NodeManifest(msgspec.Struct, frozen=True, dict=True):
         """(rank, chunk): what the group protects of this node, in the order that placement counts."""
         return tuple((rank.rank, chunk) for rank in self.ranks for chunk in rank.coded)
 
-    @property
-    def coded_bytes(self) -> int:
-        return sum(chunk.size_bytes for _, chunk in self.coded)
-
 
 def of_slot(arena: Arena, slot: int) -> RankManifest:
     """The manifest of a sealed slot. Raises IntegrityError when it is not sealed, or damaged."""

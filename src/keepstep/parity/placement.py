@@ -1,4 +1,4 @@
-"""Who protects whom, which chunk travels in which stripe, what can be recovered, and what it costs. Pure.
+"""Which nodes protect each other, which stripe each chunk belongs to, and what can be recovered. Pure.
 
 A group of n nodes, m of which may be lost, has k = n - m data pieces per stripe. Nodes are named by their position in
 the group, which is sticky: it belongs to the ledger, not to the order of ranks.
@@ -13,16 +13,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
-from keepstep.arena.slots import CHUNK_BYTES, DIGEST_BYTES
 from keepstep.errors import ConfigError
 from keepstep.parity.code import MAX_DATA, MAX_PARITY
-
-WINDOW_BYTES = 256 << 20
-"""chunks in flight during an exchange"""
-RESTORE_RING_BYTES = 1 << 30
-"""chunks in flight during a restore, and only then"""
-CPU_S_PER_GB = 0.6
-"""to seal, send, receive, verify and encode one GB of unique state for one parity row, measured"""
 
 
 @dataclass(frozen=True)
@@ -125,10 +117,6 @@ class Placement:
         """The index in the code of a position's data in a stripe."""
         return self.sources(stripe).index(position)
 
-    def num_rows(self, num_chunks: int) -> int:
-        """Rows of a stripe when the largest member of the group has this many chunks: chunks of each parity piece."""
-        return -(-num_chunks // self.k)
-
     @cached_property
     def _data_stripes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(
@@ -184,17 +172,6 @@ class ShareMap:
     def num_stripes(self) -> int:
         return -(-self.num_chunks // self.k)
 
-    def holder_of_chunk(self, chunk: int) -> int:
-        if not 0 <= chunk < self.num_chunks:
-            raise ValueError(f"chunk {chunk} of {self.num_chunks}")
-        stripe, source = divmod(chunk, self.k)
-        return (self._origin(stripe) + self.m + source) % self.n
-
-    def holder_of_parity(self, stripe: int, row: int) -> int:
-        if not (0 <= stripe < self.num_stripes and 0 <= row < self.m):
-            raise ValueError(f"parity {row} of stripe {stripe}: {self.m} rows, {self.num_stripes} stripes")
-        return (self._origin(stripe) + row) % self.n
-
     def sources_of(self, stripe: int) -> list[int]:
         """The chunks of a stripe-row, by index in the code; the last may have fewer than k."""
         if not 0 <= stripe < self.num_stripes:
@@ -220,43 +197,6 @@ class ShareMap:
         if not 0 <= position < self.n:
             raise ValueError(f"position {position} of {self.n}")
         return (position - self._origin(stripe)) % self.n
-
-
-def memory_bytes(
-    *,
-    slots: int,
-    unique_bytes: int,
-    largest_unique_bytes: int,
-    replicas: Sequence[tuple[int, int]] = (),
-    values_bytes: int = 0,
-    largest_values_bytes: int = 0,
-    n: int,
-    m: int,
-    window_bytes: int = WINDOW_BYTES,
-    restore_ring_bytes: int = 0,
-) -> int:
-    """What a keeper holds on one node (PROTOCOL, section A); `largest_` is over the nodes of the group.
-
-    `replicas` are (bytes, nodes that share them); a class kept whole on every node counts as (bytes, m + 1). Parity
-    is reserved in whole chunks, twice: the protected version's stays until the next is acknowledged.
-    """
-    k = Placement(n, m).k
-    if any(nodes <= m for _, nodes in replicas):
-        raise ValueError(f"state on {m} nodes or fewer cannot lose {m}: it counts as unique state of one of them")
-    shares = sum(-(-size // (nodes - m)) for size, nodes in replicas)
-    chunks = -(-largest_unique_bytes // CHUNK_BYTES)
-    parity = 2 * m * -(-chunks // k) * CHUNK_BYTES
-    copies = 2 * m * (max(values_bytes, largest_values_bytes) + chunks * DIGEST_BYTES)
-    return slots * (unique_bytes + shares + values_bytes) + parity + copies + window_bytes + restore_ring_bytes
-
-
-def min_node_period_s(
-    *, unique_bytes: int, m: int, cores: float, nic_bytes_s: float, cap_bytes_s: float = 0.0
-) -> float:
-    """The shortest time between two versions that survive a node (PROTOCOL 49). A cap of 0 is none."""
-    moved = m * unique_bytes
-    rates = [rate for rate in (nic_bytes_s, cap_bytes_s) if rate > 0]
-    return max([CPU_S_PER_GB * moved / 1e9 / cores, *(moved / rate for rate in rates)])
 
 
 def _check_shape(n: int, m: int) -> None:

@@ -1,4 +1,4 @@
-"""Groups, positions, stripes and shares; recovery of real bytes through them; and the formulas of the protocol."""
+"""Groups, positions, stripes and shares, and recovery of real bytes through them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections import Counter
 
 import pytest
 
-from keepstep.arena.slots import CHUNK_BYTES, DIGEST_BYTES
 from keepstep.errors import ConfigError
-from keepstep.parity import placement
 from keepstep.parity.code import Code
 from keepstep.parity.placement import (
     NodePlace,
@@ -18,8 +16,6 @@ from keepstep.parity.placement import (
     ShareMap,
     cut_groups,
     keep_positions,
-    memory_bytes,
-    min_node_period_s,
     recoverable,
 )
 
@@ -188,7 +184,7 @@ class Group:
         sizes = [CHUNK * (self.placed.k + position) + 1 + draw.randrange(CHUNK - 1) for position in range(n)]
         states = [draw.randbytes(size) for size in sizes]
         self.chunks = [[state[at : at + CHUNK] for at in range(0, len(state), CHUNK)] for state in states]
-        self.num_rows = self.placed.num_rows(max(map(len, self.chunks)))
+        self.num_rows = -(-max(map(len, self.chunks)) // self.placed.k)
         self.parity: dict[tuple[int, int, int], bytes] = {}
         for position in range(n):
             for stripe, code_row in self.placed.parity_stripes(position):
@@ -263,18 +259,23 @@ def test_the_reason_names_what_the_stripe_needs() -> None:
 SHARES = [(n, m, chunks, turn) for n, m in SHAPES for chunks in (0, 1, 7, 40) for turn in (0, 1, 5)]
 
 
+def holders_of(shares: ShareMap) -> tuple[dict[int, int], dict[tuple[int, int], int]]:
+    """The position that keeps each chunk, and each row of parity."""
+    positions = range(shares.n)
+    chunks = {chunk: position for position in positions for chunk in shares.data_of(position)}
+    return chunks, {row: position for position in positions for row in shares.parity_of(position)}
+
+
 @pytest.mark.parametrize(("n", "m", "num_chunks", "turn"), SHARES)
 def test_each_position_takes_one_piece_of_each_stripe(n: int, m: int, num_chunks: int, turn: int) -> None:
     shares = ShareMap(num_chunks, n, m, turn)
     assert sorted(q for position in range(n) for q in shares.data_of(position)) == list(range(num_chunks))
     parity = sorted(piece for position in range(n) for piece in shares.parity_of(position))
     assert parity == [(s, row) for s in range(shares.num_stripes) for row in range(m)]
-    for position in range(n):
-        assert all(shares.holder_of_chunk(q) == position for q in shares.data_of(position))
-        assert all(shares.holder_of_parity(*piece) == position for piece in shares.parity_of(position))
+    chunk_holders, parity_holders = holders_of(shares)
     for stripe in range(shares.num_stripes):
-        holders = [shares.holder_of_chunk(q) for q in shares.sources_of(stripe)]
-        holders += [shares.holder_of_parity(stripe, row) for row in range(m)]
+        holders = [chunk_holders[q] for q in shares.sources_of(stripe)]
+        holders += [parity_holders[stripe, row] for row in range(m)]
         assert len(set(holders)) == len(holders)
     counts = [len(shares.data_of(position)) + len(shares.parity_of(position)) for position in range(n)]
     assert max(counts, default=0) - min(counts, default=0) <= 1
@@ -285,18 +286,19 @@ def test_shares_of_lost_nodes_are_rebuilt_from_the_others(n: int, m: int) -> Non
     draw, code = random.Random(n), Code(n - m, m)
     stream = [draw.randbytes(CHUNK) for _ in range(3 * (n - m) + 1)] + [draw.randbytes(5)]
     shares = ShareMap(len(stream), n, m, turn=3)
+    chunk_holders, parity_holders = holders_of(shares)
     for lost in itertools.combinations(range(n), m):
         for q, chunk in enumerate(stream):
-            if shares.holder_of_chunk(q) not in lost:
+            if chunk_holders[q] not in lost:
                 continue
             stripe, index = divmod(q, n - m)
             sources = [stream[i] for i in shares.sources_of(stripe)]
             available: dict[int, bytes | None] = dict.fromkeys(range(len(sources), n - m))
             for i, other in enumerate(shares.sources_of(stripe)):
-                if shares.holder_of_chunk(other) not in lost:
+                if chunk_holders[other] not in lost:
                     available[i] = stream[other]
             for row in range(m):
-                if shares.holder_of_parity(stripe, row) not in lost:
+                if parity_holders[stripe, row] not in lost:
                     parity = bytearray(CHUNK)
                     code.encode(row, sources + [b""] * (n - m - len(sources)), parity)
                     available[n - m + row] = bytes(parity)
@@ -323,77 +325,10 @@ def test_every_copy_is_audited_whole_in_a_few_turns(n: int, m: int) -> None:
 def test_shares_outside_the_stream_are_refused() -> None:
     shares = ShareMap(10, 4, 1)
     for call in (
-        lambda: shares.holder_of_chunk(10), lambda: shares.holder_of_parity(0, 1), lambda: shares.sources_of(4),
-        lambda: shares.data_of(4), lambda: ShareMap(-1, 4, 1),
+        lambda: shares.sources_of(4), lambda: shares.data_of(4), lambda: ShareMap(-1, 4, 1),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"chunk|stripe|position"):
             call()
 
 
 # What it costs
-
-
-def bytes_held(n: int, m: int, sizes: list[int], *, position: int, slots: int) -> int:
-    """Counted: slots, and in two buffers the parity chunks of the stripes and the checksum tables of m others."""
-    placed, chunks = Placement(n, m), [-(-size // CHUNK_BYTES) for size in sizes]
-    held = 0
-    for stripe, _ in placed.parity_stripes(position):
-        cells = [placed.where(source, chunk) for source in placed.sources(stripe) for chunk in range(chunks[source])]
-        held += len({row for where, row in cells if where == stripe}) * CHUNK_BYTES
-    return slots * sizes[position] + 2 * (held + m * max(chunks) * DIGEST_BYTES)
-
-
-@pytest.mark.parametrize(("n", "m"), [(2, 1), (3, 2), (4, 1), (6, 2), (8, 1), (8, 3)])
-def test_the_memory_formula_is_what_the_stripes_hold(n: int, m: int) -> None:
-    same = [5 * (n - m) * CHUNK_BYTES] * n
-    unequal = [(5 + 3 * position) * CHUNK_BYTES + 1234 * position for position in range(n)]
-    for position, sizes in itertools.product(range(n), (same, unequal)):
-        counted = bytes_held(n, m, sizes, position=position, slots=3)
-        promised = memory_bytes(
-            slots=3, unique_bytes=sizes[position], largest_unique_bytes=max(sizes), n=n, m=m, window_bytes=0
-        )
-        assert counted <= promised
-        assert sizes is unequal or counted == promised
-
-
-@pytest.mark.parametrize(("slots", "factor"), [(2, 2.29), (3, 3.29), (4, 4.29)])
-def test_the_figures_of_the_protocol(slots: int, factor: float) -> None:
-    size = 100_000_000_000
-    found = memory_bytes(slots=slots, unique_bytes=size, largest_unique_bytes=size, n=8, m=1, window_bytes=0)
-    assert found / size == pytest.approx(factor, abs=0.005)
-
-
-def test_every_term_of_the_memory_formula_counts() -> None:
-    base = {"slots": 2, "unique_bytes": 0, "largest_unique_bytes": 0, "n": 4, "m": 2, "window_bytes": 0}
-    assert memory_bytes(**base) == 0  # type: ignore[arg-type]
-    for change, expected in [
-        ({"unique_bytes": 10}, 20),
-        ({"largest_unique_bytes": 1}, 2 * 2 * (CHUNK_BYTES + 16)),
-        ({"replicas": [(100, 4), (90, 3)]}, 2 * (50 + 90)),
-        ({"values_bytes": 7}, 2 * 7 + 4 * 7),
-        ({"values_bytes": 7, "largest_values_bytes": 9}, 2 * 7 + 4 * 9),
-        ({"window_bytes": 5}, 5),
-        ({"restore_ring_bytes": 6}, 6),
-    ]:
-        assert memory_bytes(**{**base, **change}) == expected  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unique state"):
-        memory_bytes(**{**base, "replicas": [(1, 2)]})  # type: ignore[arg-type]
-
-
-def test_shares_hold_what_the_formula_says() -> None:
-    num_chunks, n, m = 700, 8, 1
-    shares = ShareMap(num_chunks, n, m)
-    held = max(len(shares.data_of(p)) + len(shares.parity_of(p)) for p in range(n))
-    promised = memory_bytes(
-        slots=1, unique_bytes=0, largest_unique_bytes=0, replicas=[(num_chunks * CHUNK_BYTES, n)],
-        n=n, m=m, window_bytes=0,
-    )  # fmt: skip
-    assert held * CHUNK_BYTES == promised
-
-
-def test_the_shortest_period_is_set_by_the_scarcest_resource() -> None:
-    size = 136_000_000_000
-    assert min_node_period_s(unique_bytes=size, m=1, cores=16, nic_bytes_s=50e9) == pytest.approx(5.1)
-    assert min_node_period_s(unique_bytes=size, m=2, cores=1000, nic_bytes_s=10e9) == pytest.approx(27.2)
-    assert min_node_period_s(unique_bytes=size, m=1, cores=16, nic_bytes_s=50e9, cap_bytes_s=1e9) == 136
-    assert placement.CPU_S_PER_GB == 0.6

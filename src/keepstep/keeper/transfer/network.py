@@ -43,6 +43,7 @@ from keepstep.keeper.transfer.reach import ChunkClient
 from keepstep.keeper.transfer.rebuild import Rebuilder
 from keepstep.keeper.transfer.stripe_reads import SourceFailedError, StoppedError
 from keepstep.layout import ReplicaSet
+from keepstep.parity.cost_model import WINDOW_BYTES
 from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.recovery.inventory import ParitySet, SetKey
 from keepstep.transport.interface import TIMEOUT_S, Peer, Transport
@@ -53,7 +54,6 @@ log = logging.getLogger("keepstep.keeper")
 JOIN_S = 5.0
 SEAT = "peers.json"
 MAX_GUESTS = 64
-WINDOW_BYTES = 256 << 20  # memory for chunks in flight: what 100 Gbit/s carry in 20 ms
 
 
 class KeeperAddress(msgspec.Struct, frozen=True):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Protocol
 
 import xxhash
 
+from keepstep.arena.checksum import MapFunction
 from keepstep.arena.slots import DIGEST_BYTES
 from keepstep.keeper.coordinator.messages import ReplicaAudit, ReplicaAuditAnswer, ReplicaSetDigest, ReplicaUnit
 from keepstep.keeper.transfer.chunk_store import SealedSnapshot
@@ -34,12 +34,6 @@ class _Own(threading.local):
 
 
 _own = _Own()
-
-
-class MapFunction(Protocol):
-    """`map`, or that of a pool of threads."""
-
-    def __call__(self, work: Callable[[StoredChunk], bytes], stored: tuple[StoredChunk, ...], /) -> Iterable[bytes]: ...
 
 
 def class_digests(book: SealedSnapshot, over: MapFunction = map) -> tuple[ReplicaSetDigest, ...]:

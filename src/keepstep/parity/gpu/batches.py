@@ -145,11 +145,6 @@ class CopyBatch:
             torch._foreach_copy_(list(self._outs), list(self._sources))
 
 
-def encode_batch(k: int, m: int, stripes: Sequence[Stripe]) -> None:
-    """All the stripes, once. See EncodeBatch for more often than that."""
-    EncodeBatch(k, m, stripes).run()
-
-
 def fingerprints(data: Tensor) -> Tensor:
     """One row of 16 bytes for each chunk of 4 MiB, on the device of `data` (uint8, one dimension)."""
     _check_bytes(data)
@@ -214,11 +209,6 @@ class FingerprintBatch:
         whole = [*(self._cuts.spans() if self._cuts is not None else ()), *(_in_one(parts) for parts in self._spans)]
         rows = [nothing if span is None or not span.numel() else fingerprints(span) for span in whole]
         return torch.cat([nothing[:0], *rows])
-
-
-def fingerprint_spans(spans: Sequence[Source]) -> Tensor:
-    """All the spans, once. See FingerprintBatch for more often than that."""
-    return FingerprintBatch(spans).run()
 
 
 def warm_up(device: torch.device | str, k: int, m: int) -> None:

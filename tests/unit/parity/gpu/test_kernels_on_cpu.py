@@ -45,7 +45,7 @@ def kernels() -> ModuleType:
 @pytest.fixture(params=["native", "interpreted"])
 def encode_batch(request: pytest.FixtureRequest) -> Callable[[int, int, Sequence[Stripe]], None]:
     if request.param == "native":
-        return batches.encode_batch
+        return lambda k, m, stripes: batches.EncodeBatch(k, m, stripes).run()
     kernels = request.getfixturevalue("kernels")
 
     def run(k: int, m: int, stripes: Sequence[Stripe]) -> None:
@@ -63,7 +63,7 @@ def encode_batch(request: pytest.FixtureRequest) -> Callable[[int, int, Sequence
 @pytest.fixture(params=["native", "interpreted"])
 def fingerprint_spans(request: pytest.FixtureRequest) -> Callable[[Sequence[Source]], Tensor]:
     if request.param == "native":
-        return batches.fingerprint_spans
+        return lambda spans: batches.FingerprintBatch(spans).run()
     kernels = request.getfixturevalue("kernels")
 
     def run(spans: Sequence[Source]) -> Tensor:
@@ -202,7 +202,7 @@ def test_wrong_kernels_are_not_believed() -> None:
     """And right ones are: here the native code stands in for them."""
 
     def encode_rows(rows: Sequence[bytes], sources: Sequence[Sequence[TensorBytes]], outs: Sequence[Tensor]) -> None:
-        batches.encode_batch(3, 2, [Stripe(range(2), sources, outs)])
+        batches.EncodeBatch(3, 2, [Stripe(range(2), sources, outs)]).run()
 
     def fingerprint_chunks(data: Tensor, chunk_bytes: int) -> Tensor:
         return batches.fingerprints(data)
@@ -218,12 +218,15 @@ def test_wrong_kernels_are_not_believed() -> None:
 def test_nonsense_in_a_batch_is_refused() -> None:
     row = torch.zeros(8, dtype=torch.uint8)
     for call, reason in [
-        (lambda: batches.encode_batch(1, 1, [Stripe([0], [row], [])]), "0 results for 1 rows"),
-        (lambda: batches.encode_batch(1, 1, [Stripe([1], [row], [row.clone()])]), "row 1 of 1"),
-        (lambda: batches.encode_batch(1, 2, [Stripe([0, 1], [row], [row.clone(), row[:4]])]), "results of 4 and 8"),
-        (lambda: batches.encode_batch(1, 1, [Stripe([0], [[TensorBytes(1, row)]], [row.clone()])]), "9 bytes"),
-        (lambda: batches.fingerprint_spans([[TensorBytes(0, row), TensorBytes(7, row)]]), "begins at 7"),
-        (lambda: batches.fingerprint_spans([[TensorBytes(CHUNK_BYTES, row)]]), "bytes on cpu"),
+        (lambda: batches.EncodeBatch(1, 1, [Stripe([0], [row], [])]).run(), "0 results for 1 rows"),
+        (lambda: batches.EncodeBatch(1, 1, [Stripe([1], [row], [row.clone()])]).run(), "row 1 of 1"),
+        (
+            lambda: batches.EncodeBatch(1, 2, [Stripe([0, 1], [row], [row.clone(), row[:4]])]).run(),
+            "results of 4 and 8",
+        ),
+        (lambda: batches.EncodeBatch(1, 1, [Stripe([0], [[TensorBytes(1, row)]], [row.clone()])]).run(), "9 bytes"),
+        (lambda: batches.FingerprintBatch([[TensorBytes(0, row), TensorBytes(7, row)]]).run(), "begins at 7"),
+        (lambda: batches.FingerprintBatch([[TensorBytes(CHUNK_BYTES, row)]]).run(), "bytes on cpu"),
     ]:
         with pytest.raises(ValueError, match=reason):
             call()
