@@ -10,7 +10,8 @@ import contextlib
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,10 +59,8 @@ class Image:
 
     @classmethod
     def of(cls, run: Run, version: Version) -> Image:
-        memory = {}
-        for node_id in run.order:
-            with run.nodes[node_id].memory.duplicates() as fds:
-                memory[node_id] = {name: copy_of(fd) for name, fd in fds.items()}
+        with still(run):
+            memory = {n: memory_of(run.nodes[n]) for n in run.order}
         return cls(run, tuple(run.order), version, memory)
 
     @contextlib.contextmanager
@@ -85,6 +84,38 @@ class Image:
         return [node_id + "'" if node_id in lost else node_id for node_id in self.order]
 
 
+@contextlib.contextmanager
+def still(run: Run) -> Iterator[None]:
+    """No keeper of the run decides anything while this lasts: copies that are made of the nodes one after the other go
+    together. Of a run that goes on, one may hold parity of the version before and the next one of the version after."""
+    go_on = threading.Event()
+    stopped = {node_id: threading.Event() for node_id in run.order}
+
+    def stop(node_id: str) -> None:
+        stopped[node_id].set()
+        go_on.wait()
+
+    try:
+        for node_id in run.order:
+            run.nodes[node_id].keeper.later(stop, node_id)
+        for node_id, event in stopped.items():
+            assert event.wait(DEADLINE_S), f"the keeper of {node_id} stands still"
+        nodes = [run.nodes[node_id] for node_id in run.order]
+        wait_for(lambda: all_held(nodes), "all memory is in the holders' hands")
+        yield
+    finally:
+        go_on.set()
+
+
+def memory_of(node: Node) -> Memory:
+    with node.memory.duplicates() as fds:
+        return {name: copy_of(fd) for name, fd in fds.items()}
+
+
+def all_held(nodes: Iterable[Node]) -> bool:
+    return all(set(node.memory.names()) == set(node.keeper.held_fds()) for node in nodes)
+
+
 def twin(run: Run, directory: Path) -> Run:
     """The same job, elsewhere on this machine."""
     made = Run(
@@ -96,7 +127,7 @@ def twin(run: Run, directory: Path) -> Run:
 
 
 def protected_image(directory: Path, nodes: Sequence[str], **settings: object) -> Image:
-    """A run that has protected two versions and rests; its keepers are gone."""
+    """A run that has protected two versions, or three, and rests; its keepers are gone."""
     run = Run(directory, **settings)  # type: ignore[arg-type]
     try:
         run.add(*nodes)
@@ -104,20 +135,24 @@ def protected_image(directory: Path, nodes: Sequence[str], **settings: object) -
         run.protect()
         run.protect()
         version = rest(run)
-        return Image.of(run, version)
+        image = Image.of(run, version)
+        assert rest(run) == version, "it went on while it was copied"
+        return image
     finally:
         run.close()
 
 
 def rest(run: Run) -> Version:
-    """Until the newest complete version is the protected one, on all nodes, and all memory is in the holders' hands."""
+    """Until the newest complete version is the protected one, on all nodes, no newer one is on its way, and all memory
+    is in the holders' hands."""
 
     def resting() -> bool:
+        if run.awaits_a_version:  # asked first: the keeper of a rank that has heard of it keeps it by now
+            return False
         kept = [node.keeper.core.kept for node in run.nodes.values()]
         same = {(k.complete, k.protected, k.target) for k in kept}
         settled = len(same) == 1 and kept[0].target is None and kept[0].complete == kept[0].protected
-        held = all(set(node.memory.names()) == set(node.keeper.held_fds()) for node in run.nodes.values())
-        return settled and held
+        return settled and all_held(run.nodes.values())
 
     wait_for(resting, "the newest version is protected")
     version = run.nodes[run.order[0]].keeper.core.kept.protected

@@ -391,6 +391,14 @@ class Run:
         self.begin(order, former)
         return self.restore()
 
+    @property
+    def awaits_a_version(self) -> bool:
+        """All ranks have captured one and none has heard what became of it: it may be complete at any moment.
+
+        One that only some have captured stays as it is while nobody steps.
+        """
+        return all(trainer.said is not None for trainer in self.trainers)
+
     def train(self, steps: int, pause_s: float = 0.0) -> int:
         """Steps on all ranks in lock-step; returns the last one."""
         step = self.trainers[0].progress

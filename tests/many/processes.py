@@ -50,7 +50,7 @@ class ProcessRun(Run):
     node_type = ProcessNode
 
     def rest(self) -> Version:
-        """Until the newest complete version is the protected one, on all nodes."""
+        """Until the newest complete version is the protected one, on all nodes, and no newer one is on its way."""
 
         def resting() -> bool:
             found = [self.nodes[node_id].status() for node_id in self.order]
@@ -62,6 +62,8 @@ class ProcessRun(Run):
 
         def rested() -> bool:
             """What a keeper says is on its way when it says it of itself."""
+            if self.awaits_a_version:
+                return False
             version = told()
             return resting() and version is not None and version.step == self.nodes[self.order[0]].status().step
 

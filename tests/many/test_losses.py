@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
-from clones import Image, protected_image
+from clones import Image, protected_image, rest
+from nodes import running
 from patterns import check_all, every_pattern
 
 NAMES = "abcdef"
@@ -37,6 +39,25 @@ def test_states_of_many_chunks_come_back(place: Path) -> None:
     """More than one chunk, more than k of them: several rows in every stripe, the last of them ragged."""
     image = protected_image(place, "abcd", losses=1, size_bytes=13 * MB)
     check_all(image, [(), ("a",), ("b",), ("c",), ("d",), ("a", "c")])
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.02, 0.05, 0.1])
+def test_what_is_protected_comes_back_from_any_moment_of_the_next_protection(pause_s: float, place: Path) -> None:
+    with running(place, losses=1, size_bytes=5 * MB) as run:
+        run.add("a", "b", "c")
+        run.start(["a", "b", "c"])
+        run.protect()
+        run.train_until(lambda: run.awaits_a_version, "all have captured the next one")
+        covered = run.nodes["a"].keeper.core.kept.protected
+        assert covered is not None
+        time.sleep(pause_s)
+        image = Image.of(run, covered)
+        newest = rest(run)
+    for lost in [(), ("a",), ("c",)]:
+        with image.again(lost) as run:
+            versions = {answer.version for answer in run.start(image.places(lost))}
+            assert len(versions) == 1
+            assert versions <= {covered, newest}
 
 
 def test_two_ranks_per_node_come_back_together(place: Path) -> None:
