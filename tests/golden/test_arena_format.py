@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from seals import seal
 
 from keepstep.arena import records as h
-from keepstep.arena.checksum import seal
 from keepstep.arena.records import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
 from keepstep.arena.slots import Arena, total_bytes
 from keepstep.layout import Entry, Layout, ReplicaSet, TensorView, class_id, digest

@@ -191,43 +191,29 @@ class Mapping:
 
     def populate(self, threads: int, progress: Callable[[int], None] = lambda done: None) -> None:
         """Fault every page in, once, so that the first snapshot costs what the hundredth does."""
-        done_bytes = 0
+        # `held`: a `close` ends this, and must not unmap the memory under it.
+        lock, held, done_bytes = threading.Lock(), self.map, 0
+        # next() on such an iterator is atomic under the GIL: each step goes to exactly one thread.
+        todo = iter(range(0, self.size_bytes, POPULATE_STEP))
 
-        def done(size: int) -> None:
+        def populate_next() -> None:
             nonlocal done_bytes
-            done_bytes += size
-            progress(done_bytes)
-
-        self._fault_in(0, self.size_bytes, threads, done)
-
-    def populate_range(self, begin: int, end: int, threads: int) -> None:
-        """Fault pages in, by reading: those that are there already, after a restart, come sixteen at a time that way,
-        and a page of shared memory is mapped writable when it is read.
-        """
-        begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        self._fault_in(begin, end, threads)
-
-    def _fault_in(self, begin: int, end: int, threads: int, done: Callable[[int], None] = lambda size: None) -> None:
-        lock, held = threading.Lock(), self.map  # held: a `close` must not take the map away under this, but ends it
-        todo = iter(range(begin, end, POPULATE_STEP))
-        """gives each to one thread: it runs outside the interpreter's loop"""
-
-        def some() -> None:
             for start in todo:
                 if self.map is not held or not held:
                     return
-                size = min(POPULATE_STEP, end - start)
+                size = min(POPULATE_STEP, self.size_bytes - start)
                 faults.point("segment.populate")
                 failed = _libc.madvise(self.address + start, size, MADV_POPULATE_READ) != 0
                 if failed and ctypes.get_errno() == errno.EINVAL:  # not for a bad page: to touch it would end us
                     for page in range(start, start + size, mmap.PAGESIZE):  # kernels before 5.14
                         held[page]
                 with lock:
-                    done(size)
+                    done_bytes += size
+                    progress(done_bytes)
 
         with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-populate") as pool:
-            for one in [pool.submit(some) for _ in range(threads)]:
-                one.result()
+            for task in [pool.submit(populate_next) for _ in range(threads)]:
+                task.result()
 
     def close(self) -> None:
         """Give the map up. Tensors that still point into it keep it; it goes with the last of them."""

@@ -68,7 +68,8 @@ from keepstep.keeper.singleton import BACKLOG, KeeperDirectory
 from keepstep.keeper.transfer.fetch_replicas import FetchedReplicas
 from keepstep.keeper.transfer.network import KeeperNetwork
 from keepstep.keeper.transfer.streams import ReplicaSources, find_streams
-from keepstep.keeper.workers import sealing
+from keepstep.keeper.workers.allocation import ArenaAllocator, describe
+from keepstep.keeper.workers.sealing import WorkerPool
 from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.types import Status, Version
 
@@ -107,9 +108,8 @@ class Keeper:
         self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.work = sealing.WorkerPool(
-            identity, bytes.fromhex(self.instance), config.keeper, lambda ev: self.later(self.handle, ev)
-        )
+        self.allocator = ArenaAllocator(identity, bytes.fromhex(self.instance))
+        self.work = WorkerPool(self.allocator, config.keeper, lambda ev: self.later(self.handle, ev))
         self.http = report.StatusServer(self.post.http, self._status_from_outside)
 
     # The loop
@@ -147,7 +147,6 @@ class Keeper:
 
     def _tick(self) -> None:
         self.handle(Tick())
-        self.work.tend()
         self._repair_pages()
         silent = time.monotonic() - HELLO_S
         for connection in list(self.connections.values()):
@@ -205,6 +204,7 @@ class Keeper:
             self._drop(connection)
         if self.network is not None:
             self.network.close()
+        self.allocator.close()
         self.work.close()
         self.http.close()
         self.post.close()
@@ -406,7 +406,7 @@ class Keeper:
             result.close()
             return
         try:
-            described = sealing.describe(result)
+            described = describe(result)
         except (OSError, Error) as error:
             result.close()
             self.send(connection, Refused("KeeperError", f"the new arena cannot be read: {error}", "", wanted.ticket))
@@ -420,8 +420,8 @@ class Keeper:
         log.info("arena dropped", extra={"arena": effect.arena_id, "reason": effect.reason})
         if self.network is not None:
             self.network.shelf.take_away(effect.arena_id)
-        self.work.forget(effect.arena_id)
         self.arenas.pop(effect.arena_id).close()
+        self.work.forget(effect.arena_id)  # closed before: it cannot be mapped again
         self.offer_holds()
 
     def _do_kill(self, effect: Kill) -> None:
@@ -462,7 +462,9 @@ class Keeper:
             self.work.verify(arena, VerifySlot(arena_id, slot, version))
 
     def _do_bring_in(self, effect: FetchSnapshot) -> None:
-        self.open_network().bring_in(effect, self.arenas.get(effect.arena_id), self.work.make_for, self._brought_in)
+        self.open_network().bring_in(
+            effect, self.arenas.get(effect.arena_id), self.allocator.create_for_fetch, self._brought_in
+        )
 
     def _brought_in(self, event: SnapshotFetched, made: Arena | None) -> None:
         if made is not None:
@@ -470,7 +472,7 @@ class Keeper:
             if not wanted:
                 made.close()
                 return
-            described = dataclasses.replace(sealing.describe(made), ledger=None)
+            described = dataclasses.replace(describe(made), ledger=None)
             self.add_arena(made, described)
             self.offer_holds()
         self.handle(event)
@@ -546,7 +548,7 @@ _EFFECTS: dict[type, Callable[[Keeper, Any], None]] = {
     CancelFetches: lambda keeper, effect: keeper.open_network().give_up_bringing(effect),
     StartExchange: lambda keeper, effect: keeper.open_network().start_exchange(effect),
     StopExchange: lambda keeper, effect: keeper.open_network().stop_exchange(effect),
-    ReadReplicaDigests: lambda keeper, effect: keeper.work.read_shares(list(keeper.arenas.values()), effect),
+    ReadReplicaDigests: lambda keeper, effect: keeper.work.read_replica_digests(list(keeper.arenas.values()), effect),
     FreeParity: lambda keeper, effect: keeper.open_network().free_parity(effect),
 }
 

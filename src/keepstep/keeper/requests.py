@@ -62,7 +62,7 @@ from keepstep.keeper.node.events import (
 from keepstep.keeper.node.state import SEALED
 from keepstep.keeper.node.what_if import forecast
 from keepstep.keeper.transfer.network import adopt_parity
-from keepstep.keeper.workers import sealing
+from keepstep.keeper.workers.allocation import describe
 from keepstep.parity.parity_buffer import is_parity
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _adopt(keeper: Keeper, fd: int) -> tuple[Arena, ArenaAdded]:
     own = os.dup(fd)
     try:
         arena = Arena.adopt(own, run_id=keeper.identity.run_id, node_id=keeper.identity.node_id)
-        return arena, _with_living_writer(keeper, sealing.describe(arena))
+        return arena, _with_living_writer(keeper, describe(arena))
     except BaseException:
         os.close(own)
         raise

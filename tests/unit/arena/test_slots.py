@@ -16,17 +16,17 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import xxhash
+from seals import make_sealer, seal, verify
 
 from keepstep import faults
 from keepstep.arena import memfd as segments
 from keepstep.arena import records as h
 from keepstep.arena import slots
-from keepstep.arena.checksum import read_digests, seal, verify
+from keepstep.arena.checksum import committed_chunks, read_digests, write_seal
 from keepstep.arena.memfd import MAX_BYTES, SEALS, Mapping, Memfd
 from keepstep.arena.records import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
 from keepstep.arena.slots import CHUNK_BYTES, PAGE, Arena, SlotSpan, plan_header, total_bytes, trainer_digest
@@ -626,24 +626,21 @@ def test_committed_slot_found_by_another_keeper_is_sealed_by_it(arena: Arena) ->
 
 def test_slot_written_again_while_it_is_sealed_is_refused(arena: Arena) -> None:
     take(arena, 0, 10)
-    calls = 0
-
-    def trainer_goes_on() -> bool:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            arena.write_trainer_header(0, trainer_header(12, h.WRITING))
-        return False
-
+    committed = committed_chunks(arena, 0, version(10))
+    table = read_digests(arena, committed.chunks)
+    arena.write_trainer_header(0, trainer_header(12, h.WRITING))
     with pytest.raises(IntegrityError, match="written again while it was sealed"):
-        seal(arena, 0, version(10), partial(read_digests, cancelled=trainer_goes_on))
+        write_seal(arena, committed, table)
     assert arena.sealed(0) is None
 
 
 def test_slot_committed_again_while_it_is_sealed_is_refused(arena: Arena) -> None:
     take(arena, 0, 10)
+    committed = committed_chunks(arena, 0, version(10))
+    table = read_digests(arena, committed.chunks)
+    take(arena, 0, 10)
     with pytest.raises(IntegrityError, match="written again while it was sealed"):
-        seal(arena, 0, version(10), partial(read_digests, cancelled=_once(lambda: take(arena, 0, 10))))
+        write_seal(arena, committed, table)
     assert arena.sealed(0) is None
 
 
@@ -665,14 +662,16 @@ def test_slot_written_again_just_before_the_keeper_header_is_written_is_not_seal
     assert restored(arena, 0) is None
 
 
-def test_giving_up_a_seal_or_a_check_says_nothing_against_the_bytes(arena: Arena) -> None:
+def test_stopped_seal_or_verification_says_nothing_against_the_bytes(arena: Arena) -> None:
+    stopped = make_sealer()
+    stopped.stop()
     take(arena, 0, 10)
-    with pytest.raises(KeeperError, match="given up"):
-        seal(arena, 0, version(10), partial(read_digests, cancelled=lambda: True))
+    with pytest.raises(KeeperError, match="stopped"):
+        stopped.seal(arena, 0, version(10))
     assert arena.sealed(0) is None
     seal(arena, 0, version(10))
-    with pytest.raises(KeeperError, match="given up"):
-        verify(arena, 0, partial(read_digests, cancelled=lambda: True))
+    with pytest.raises(KeeperError, match="stopped"):
+        stopped.verify(arena, 0)
 
 
 def test_keeper_never_maps_the_arena(arena: Arena) -> None:
@@ -710,19 +709,6 @@ def _failing_read(nth: int, error: OSError) -> Callable[[str], None]:
             raise error
 
     return plan
-
-
-def _once(action: Callable[[], None]) -> Callable[[], bool]:
-    done = False
-
-    def call() -> bool:
-        nonlocal done
-        if not done:
-            done = True
-            action()
-        return False
-
-    return call
 
 
 # A flipped bit anywhere is found, or is harmless because the other copy covers it

@@ -22,8 +22,8 @@ from keepstep.config import ArenaConfig, ParityConfig, TakeConfig
 from keepstep.control.messages import ReplicaSetSource, RestoreFrom, WantRestore
 from keepstep.keeper.coordinator.divergence import Comparison, Divergence, odd_class
 from keepstep.keeper.coordinator.messages import ReplicaAudit
-from keepstep.keeper.transfer.chunk_store import SealedSnapshot, open_book
-from keepstep.keeper.workers.replica_digests import answer, class_digests
+from keepstep.keeper.workers.replica_digests import answer, set_digests
+from keepstep.keeper.workers.sealed_snapshot import SealedSnapshot, open_sealed
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, TensorView
 from keepstep.testing.run import LocalRun
 from keepstep.trainer.connection.environment import RankPlace, World
@@ -489,14 +489,14 @@ def fds() -> Iterator[list[int]]:
 def book_of(fd: int, rank: int) -> SealedSnapshot:
     """What that rank holds; to its keeper it was the only one."""
     arena = Arena.adopt(fd, run_id=os.environ["KEEPSTEP_RUN_ID"], node_id=os.environ["KEEPSTEP_NODE_ID"])
-    book = open_book(arena, newest(arena)[0])
+    book = open_sealed(arena, newest(arena)[0])
     book.sealed = replace(book.sealed, trainer=replace(book.sealed.trainer, rank=rank))
     return book
 
 
 def compare(held: list[SealedSnapshot]) -> Divergence | None:
     """As the coordinator does, with what each book says by itself."""
-    odd = odd_class(class_digests(book) for book in held)
+    odd = odd_class(set_digests(book) for book in held)
     if odd is None:
         return None
     comparison = Comparison(ReplicaAudit(held[0].sealed.version, odd))

@@ -9,17 +9,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import msgspec
 import xxhash
 
 from keepstep.arena import manifest as manifests
-from keepstep.arena.chunks import LAYOUT, UNIQUE, VALUES, Chunk, chunk_spans, read_table, region_spans
-from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot
+from keepstep.arena.slots import Arena
 from keepstep.errors import Error, IntegrityError
-from keepstep.keeper.workers.layout_index import LayoutIndex, LayoutIndexCache, decode_layout
-from keepstep.layout import Layout, num_chunks
+from keepstep.keeper.workers.sealed_snapshot import SealedSnapshot, open_sealed
 from keepstep.parity.parity_buffer import META as META_AT
 from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.recovery.inventory import SetKey
@@ -62,79 +59,6 @@ class HeldReplicas(msgspec.Struct, frozen=True, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ChunkRequest)
-_known = LayoutIndexCache()
-
-
-@dataclass
-class SealedSnapshot:
-    """A sealed slot, opened for reading."""
-
-    arena: Arena
-    slot: int
-    sealed: SealedSlot
-    table: bytes
-    # Not `cached_property`: on Python 3.11 one lock would be held for all books while one of them reads its layout.
-    _chunks: list[Chunk] | None = field(default=None, init=False)
-    _first_shared: int = field(default=-1, init=False)
-    _holdings: LayoutIndex | None = field(default=None, init=False)
-
-    def is_current(self) -> bool:
-        """Whether the slot has not been written again since."""
-        now = self.arena.sealed(self.slot)
-        return now is not None and now.keeper == self.sealed.keeper
-
-    def body(self, number: int) -> Body:
-        if not 0 <= number < len(self.chunks):
-            raise Refusal(f"chunk {number} of {len(self.chunks)}")
-        span = self.chunks[number].span
-        digest = self.table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        return Body.of_file(self.arena.segment.fd, span.offset, span.size_bytes, digest)
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        """As the table counts them."""
-        if self._chunks is None:
-            self._chunks = chunk_spans(self.arena, self.slot, self.sealed.trainer)
-        return self._chunks
-
-    @property
-    def first_shared(self) -> int:
-        """The number in the table of the first chunk of the shared part."""
-        if self._first_shared < 0:
-            regions = region_spans(self.arena, self.slot, self.sealed.trainer)
-            self._first_shared = sum(num_chunks(regions[name].size_bytes) for name in (LAYOUT, VALUES, UNIQUE))
-        return self._first_shared
-
-    @property
-    def holdings(self) -> LayoutIndex:
-        if self._holdings is None:
-            self._holdings = _known.of(self.sealed.trainer, self._read_layout)
-        return self._holdings
-
-    def layout(self) -> Layout:
-        """All of it, decoded anew: this takes long."""
-        return decode_layout(self.sealed.trainer, self._read_layout())
-
-    def _read_layout(self) -> bytes:
-        return self.arena.segment.read(self.arena.layout_span(self.slot).offset, self.sealed.trainer.layout_bytes)
-
-    def find(self, class_id: str, chunk: int) -> int | None:
-        """The number in the table of a chunk of a stream, if it is here."""
-        number = self.holdings.data.get((class_id, chunk))
-        return None if number is None else self.first_shared + number
-
-    def find_parity(self, class_id: str, row: int, code_row: int) -> int | None:
-        """The number in the table of a parity chunk of a stream, if it is here."""
-        number = self.holdings.parity.get((class_id, row, code_row))
-        return None if number is None else self.first_shared + number
-
-
-def open_book(arena: Arena, slot: int, sealed: SealedSlot | None = None) -> SealedSnapshot:
-    """As it was `sealed`, or is now. Raises when the slot is not sealed, or not any more."""
-    sealed = sealed or arena.sealed(slot)
-    if sealed is None:
-        raise IntegrityError(f"slot {slot} is not sealed any more")
-    return SealedSnapshot(arena, slot, sealed, read_table(arena, slot, sealed))
 
 
 class ChunkStore:
@@ -208,7 +132,7 @@ class ChunkStore:
         if wanted.kind == MANIFEST:
             return Body.of_bytes(manifests.encode(self.manifest(wanted.version)))
         if wanted.kind == DATA:
-            return self._book(wanted.version, wanted.rank).body(wanted.chunk)
+            return _body(self._book(wanted.version, wanted.rank), wanted.chunk)
         if wanted.kind == STREAM:
             return self._stream(wanted)
         if wanted.kind == STOCK:
@@ -256,7 +180,7 @@ class ChunkStore:
             for slot in range(arena.num_slots):
                 sealed = arena.sealed(slot)
                 if sealed is not None and sealed.version == version and sealed.trainer.rank == rank:
-                    book = open_book(arena, slot, sealed)  # of this version, whatever becomes of the slot meanwhile
+                    book = open_sealed(arena, slot, sealed)  # of this version, whatever becomes of the slot meanwhile
                     if len(self._books) >= MAX_BOOKS:
                         self._books.pop(next(iter(self._books)))
                     self._books[version, rank] = book
@@ -274,7 +198,7 @@ class ChunkStore:
             else:
                 number = book.find_parity(wanted.class_id, wanted.stripe, wanted.row)
             if number is not None:
-                return book.body(number)
+                return _body(book, number)
         raise Refusal(f"{self._node_id} does not hold that of class {wanted.class_id[:8]} at {wanted.version}")
 
     def _stock(self, version: Version) -> list[HeldReplicas]:
@@ -285,7 +209,7 @@ class ChunkStore:
                 [(one.row, one.code_row) for one in stream.stored() if one.chunk < 0],
             )
             for book in self._books_of(version)
-            for stream in book.holdings.streams
+            for stream in book.index.replica_sets
         ]
 
     def _books_of(self, version: Version) -> Iterator[SealedSnapshot]:
@@ -297,6 +221,14 @@ class ChunkStore:
                 if sealed is not None and sealed.version == version and sealed.trainer.rank not in found:
                     found.add(sealed.trainer.rank)
                     yield self._book(version, sealed.trainer.rank)
+
+
+def _body(snapshot: SealedSnapshot, number: int) -> Body:
+    """A chunk, by its number in the table, read from the memfd when it is sent."""
+    if not 0 <= number < len(snapshot.chunks):
+        raise Refusal(f"chunk {number} of {len(snapshot.chunks)}")
+    span = snapshot.chunks[number].span
+    return Body.of_file(snapshot.arena.segment.fd, span.offset, span.size_bytes, snapshot.digest(number))
 
 
 def _cannot_rebuild() -> Body:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from keepstep.arena.slots import Arena
 from keepstep.control.messages import ReplicaSetSource, RestoreFrom
-from keepstep.keeper.transfer.chunk_store import SealedSnapshot, open_book
 from keepstep.keeper.transfer.fetch_replicas import FetchedReplicas
+from keepstep.keeper.workers.sealed_snapshot import SealedSnapshot, open_sealed
 from keepstep.layout import ReplicaSet
 
 
@@ -26,16 +26,16 @@ def find_streams(
     arenas: Mapping[str, Arena], answer: RestoreFrom, gathered: FetchedReplicas | None = None
 ) -> ReplicaSources:
     """Per stream of the rank's layout, where each chunk is: in slots of this node, else among what was gathered."""
-    own = open_book(arenas[answer.arena_id], answer.slot)
+    own = open_sealed(arenas[answer.arena_id], answer.slot)
     found = ReplicaSources(fds=[own.arena.segment.fd])
     books = [own]
-    if own.holdings.streams:
+    if own.index.replica_sets:
         for arena in arenas.values():
             for slot in range(arena.num_slots):
                 sealed = arena.sealed(slot)
                 if sealed is not None and sealed.version == answer.version and arena.arena_id != answer.arena_id:
-                    books.append(open_book(arena, slot))
-    for stream in own.holdings.streams:
+                    books.append(open_sealed(arena, slot))
+    for stream in own.index.replica_sets:
         indexes, offsets = [], []
         for chunk in range(stream.num_chunks):
             place = _find(books, gathered, stream.class_id, chunk)

@@ -2,11 +2,13 @@
 
 Started by the keeper as `python -m keepstep.keeper.workers.checksum_worker FD THREADS`.
 
-Mapped memory is read once, in place: half the time and half the CPU of reading it through a descriptor. But a page
-that the machine has lost ends whoever touches it (SIGBUS), and pages that are mapped count for the OOM killer. So not
-the keeper does it but this process, which knows nothing and may die at any time: see `reading`.
+Mapped memory is read once, in place: half the time and half the CPU of reading it through a descriptor. But a page that
+the machine has lost ends the process that touches it (SIGBUS), and mapped pages count for the OOM killer. So this
+process does it, not the keeper: it has no state and may die at any time (see `checksum_client`).
 
-It serves one request after the other and ends with the keeper, whose end of the socket closes then.
+Pages are mapped by the first read that touches them. That read costs no more CPU than one through the descriptor.
+
+It serves one request after the other and ends with the keeper, which closes its end of the socket.
 """
 
 from __future__ import annotations
@@ -18,10 +20,8 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import xxhash
@@ -29,45 +29,29 @@ import xxhash
 from keepstep.arena.memfd import Mapping, Memfd
 
 SPAN, SERIAL = struct.Struct("<QQ"), struct.Struct("<Q")
-MOST_SPANS = 4096
-"""in one request: with its answer it fits a datagram"""
-MOST_BYTES = 1 << 17
-NICENESS = 10
-"""of whatever reads snapshots: a training that has work for every core goes first"""
-FIRST_TO_DIE = "1000"
+MAX_SPANS = 4096  # in one request: it and its answer fit a datagram
+MAX_MESSAGE_BYTES = 1 << 17
+NICENESS = 10  # of all threads that read snapshots: training that has work for every core goes first
+OOM_SCORE = "1000"  # the first to be killed: nothing is lost with it
 PR_SET_PDEATHSIG = 1
 
 
-class MapArena(msgspec.Struct, tag="Map"):
-    """The descriptor of an arena comes with it."""
-
-    arena_id: str
-
-
-class PrefaultPages(msgspec.Struct, tag="Warm"):
-    """Have these pages in the map before they are asked for."""
-
-    arena_id: str
-    begin: int
-    end: int
-
-
-class ForgetArena(msgspec.Struct, tag="Forget"):
-    """Answered when the map is gone."""
-
-    arena_id: str
-    serial: int
-
-
 class DigestSpans(msgspec.Struct, tag="Digest"):
-    """Answered with 16 bytes for each span."""
+    """Answered with 16 bytes for each span. The first request for an arena carries its descriptor."""
 
     arena_id: str
     serial: int
     spans: bytes
 
 
-Request = MapArena | PrefaultPages | ForgetArena | DigestSpans
+class ForgetArena(msgspec.Struct, tag="Forget"):
+    """Answered when the arena is unmapped."""
+
+    arena_id: str
+    serial: int
+
+
+Request = DigestSpans | ForgetArena
 
 
 def pack(request: Request) -> bytes:
@@ -75,75 +59,69 @@ def pack(request: Request) -> bytes:
 
 
 def answer_to(serial: int, data: bytes = b"") -> bytes:
-    """It names its request: what was not waited for to the end must not answer the next one."""
+    """An answer names its request: one that nobody waited for must not answer the next."""
     return SERIAL.pack(serial) + data
 
 
 class ArenaHasher:
     """The maps, and threads to read them."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-reader")
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="keepstep-hash")
         self._maps: dict[str, Mapping] = {}
 
-    def map(self, request: MapArena, fds: list[int]) -> None:
-        segment = Memfd.adopt(fds[0])
+    def map(self, arena_id: str, fd: int) -> None:
+        segment = Memfd.adopt(fd)
         try:
-            self._maps[request.arena_id] = Mapping(segment, writable=False)
+            self._maps[arena_id] = Mapping(segment, writable=False)
         finally:
             segment.close()  # the map holds the memory
 
-    def warm(self, request: PrefaultPages, fds: list[int]) -> None:
-        self._maps[request.arena_id].populate_range(request.begin, request.end, self._threads)
+    def forget(self, arena_id: str) -> None:
+        del self._maps[arena_id]
 
-    def forget(self, request: ForgetArena, fds: list[int]) -> bytes:
-        del self._maps[request.arena_id]
-        return answer_to(request.serial)
-
-    def digest(self, request: DigestSpans, fds: list[int]) -> bytes:
-        there = self._maps[request.arena_id].map
-        spans = list(SPAN.iter_unpack(request.spans))
-        if any(begin + size > len(there) for begin, size in spans):
+    def digest(self, arena_id: str, spans: list[tuple[int, int]]) -> bytes:
+        memory = self._maps[arena_id].map
+        if any(begin + size > len(memory) for begin, size in spans):
             raise ValueError("beyond the end of the arena")
+        digests, todo = [b""] * len(spans), iter(enumerate(spans))
 
-        found, todo = [b""] * len(spans), iter(enumerate(spans))
-
-        def some() -> None:
-            """Each takes the next one: nobody is left with a long rest when the others are done.
-
-            An iterator of this kind gives each thing to one thread: it runs outside the interpreter's loop.
-            """
+        def hash_next() -> None:
+            # next() on such an iterator is atomic under the GIL: each span goes to one thread, and none has a long
+            # rest when the others are done.
             for index, (begin, size) in todo:
-                found[index] = xxhash.xxh3_128_digest(there[begin : begin + size])
+                digests[index] = xxhash.xxh3_128_digest(memory[begin : begin + size])
 
-        for one in [self._pool.submit(some) for _ in range(min(self._threads, len(spans)))]:
-            one.result()
-        return answer_to(request.serial, b"".join(found))
+        for task in [self._pool.submit(hash_next) for _ in range(min(self._num_threads, len(spans)))]:
+            task.result()
+        return b"".join(digests)
 
 
-def serve(channel: socket.socket, threads: int) -> None:
-    """Until the keeper is gone. Whatever goes wrong ends this process: the keeper reads for itself then."""
-    reader = ArenaHasher(threads)
-    served: dict[type, Callable[[Any, list[int]], bytes | None]] = {
-        MapArena: reader.map, PrefaultPages: reader.warm, ForgetArena: reader.forget, DigestSpans: reader.digest,
-    }  # fmt: skip
+def serve(channel: socket.socket, num_threads: int) -> None:
+    """Serve until the keeper is gone. Any error ends this process: the keeper reads for itself then."""
+    hasher = ArenaHasher(num_threads)
     while True:
-        data, fds, _, _ = socket.recv_fds(channel, MOST_BYTES, 1)
+        data, fds, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, 1)
         if not data:
             return
-        request = msgspec.msgpack.decode(data, type=Request)
-        answer = served[type(request)](request, fds)
-        if answer is not None:
-            channel.sendall(answer)
+        request: Request = msgspec.msgpack.decode(data, type=Request)
+        if fds:
+            hasher.map(request.arena_id, fds[0])
+        if isinstance(request, DigestSpans):
+            digests = hasher.digest(request.arena_id, list(SPAN.iter_unpack(request.spans)))
+            channel.sendall(answer_to(request.serial, digests))
+        else:
+            hasher.forget(request.arena_id)
+            channel.sendall(answer_to(request.serial))
 
 
 def main(arguments: list[str]) -> None:
-    # Also while it is stopped, and does not see that the socket is closed.
+    # The keeper's end kills this process even while it is stopped and cannot notice the closed socket.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(NICENESS)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_DIE)  # nothing is lost with it
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
     try:
         serve(socket.socket(fileno=int(arguments[0])), int(arguments[1]))
     except BaseException:

@@ -1,8 +1,8 @@
-"""What a slot holds of replica classes, by its layout.
+"""Where chunks of replica sets are in a slot, by the digest of its layout.
 
 A layout is the same for thousands of snapshots, and with many tensors it takes longer to decode than the bytes take to
-checksum (40,000: 0.3 s). So it is decoded once, and what the keeper looks up in it is kept by its digest: where chunks
-lie, not which tensors are in them.
+hash (40,000 tensors: 0.3 s). So each layout is decoded once, and only what the keeper needs of it is cached: the
+positions of chunks, not the tensors inside.
 """
 
 from __future__ import annotations
@@ -18,44 +18,39 @@ from keepstep.arena.records import TrainerHeader
 from keepstep.errors import IntegrityError
 from keepstep.layout import CHUNK_BYTES, ReplicaSet
 
-MOST_LAYOUTS = 256
-"""of eight ranks, and each of them has one for every turn of its shares"""
-MOST_CHUNKS = 400_000
-"""of all of them together: some 60 MB"""
+MAX_LAYOUTS = 256  # eight ranks, each with one for every turn of its shares
+MAX_CHUNKS = 400_000  # of all cached layouts together: some 60 MB
 
 
 @dataclass(frozen=True)
 class LayoutIndex:
-    """Numbers count the chunks of the slot's shared part."""
+    """Positions of chunks. Numbers count the chunks of the slot's shared part."""
 
-    streams: tuple[ReplicaSet, ...]
-    """without their tensors and holders"""
-    data: dict[tuple[str, int], int]
-    """(class, chunk of the stream) -> number"""
-    parity: dict[tuple[str, int, int], int]
-    """(class, stripe row, row of the code) -> number"""
+    replica_sets: tuple[ReplicaSet, ...]  # without their tensors and holders
+    data: dict[tuple[str, int], int]  # (class_id, chunk of the set) -> number
+    parity: dict[tuple[str, int, int], int]  # (class_id, stripe row, row of the code) -> number
 
     @property
     def num_chunks(self) -> int:
         return len(self.data) + len(self.parity)
 
 
-def holdings_of(layout: layouts.Layout) -> LayoutIndex:
+def index_of(layout: layouts.Layout) -> LayoutIndex:
     data: dict[tuple[str, int], int] = {}
     parity: dict[tuple[str, int, int], int] = {}
-    for stream in layout.streams:
-        for stored in stream.stored():
+    for replica_set in layout.streams:
+        for stored in replica_set.stored():
             number = (stored.offset - layout.shared_offset) // CHUNK_BYTES
             if stored.chunk >= 0:
-                data[stream.class_id, stored.chunk] = number
+                data[replica_set.class_id, stored.chunk] = number
             else:
-                parity[stream.class_id, stored.row, stored.code_row] = number
-    bare = [msgspec.structs.replace(stream, entries=(), ranks=(), nodes=()) for stream in layout.streams]
+                parity[replica_set.class_id, stored.row, stored.code_row] = number
+    bare = [msgspec.structs.replace(one, entries=(), ranks=(), nodes=()) for one in layout.streams]
     return LayoutIndex(tuple(bare), data, parity)
 
 
 def decode_layout(trainer: TrainerHeader, encoded: bytes) -> layouts.Layout:
-    """Raises IntegrityError when this is not the layout that belongs to the header."""
+    """The layout of a slot. Raises IntegrityError when it does not belong to the header."""
     if layouts.digest(encoded) != trainer.layout_digest:
         raise IntegrityError("the layout does not match its digest")
     layout = layouts.decode(encoded, payload_bytes=trainer.payload_bytes)
@@ -65,34 +60,33 @@ def decode_layout(trainer: TrainerHeader, encoded: bytes) -> layouts.Layout:
 
 
 class LayoutIndexCache:
-    """Those of the layouts that were seen last. For any thread."""
+    """Indexes of the layouts that were used last. For any thread."""
 
-    def __init__(self, most_layouts: int = MOST_LAYOUTS, most_chunks: int = MOST_CHUNKS) -> None:
-        self._most_layouts, self._most_chunks = most_layouts, most_chunks
+    def __init__(self, max_layouts: int = MAX_LAYOUTS, max_chunks: int = MAX_CHUNKS) -> None:
+        self._max_layouts, self._max_chunks = max_layouts, max_chunks
         self._lock = threading.Lock()
-        self._known: dict[tuple[bytes, int, int], LayoutIndex] = {}
-        """the one that was used last comes last"""
+        self._indexes: dict[tuple[bytes, int, int], LayoutIndex] = {}  # the most recently used comes last
         self.num_chunks = 0
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._indexes)
 
     def of(self, trainer: TrainerHeader, read: Callable[[], bytes]) -> LayoutIndex:
-        """Raises IntegrityError when what is read is not the layout that belongs to this header."""
+        """The index of a slot; `read` is called if its layout is not cached. Raises as `decode_layout` does."""
         key = (trainer.layout_digest, trainer.payload_bytes, trainer.shared_offset)
         with self._lock:
-            known = self._known.pop(key, None)
-            if known is not None:
-                self._known[key] = known
-                return known
-        made = holdings_of(decode_layout(trainer, read()))
+            cached = self._indexes.pop(key, None)
+            if cached is not None:
+                self._indexes[key] = cached
+                return cached
+        index = index_of(decode_layout(trainer, read()))
         with self._lock:
-            if key not in self._known:  # another thread may have been faster
-                self._known[key] = made
-                self.num_chunks += made.num_chunks
-            while len(self._known) > 1 and self._is_too_much():
-                self.num_chunks -= self._known.pop(next(iter(self._known))).num_chunks
-        return made
+            if key not in self._indexes:  # another thread may have been faster
+                self._indexes[key] = index
+                self.num_chunks += index.num_chunks
+            while len(self._indexes) > 1 and self._is_full():
+                self.num_chunks -= self._indexes.pop(next(iter(self._indexes))).num_chunks
+        return index
 
-    def _is_too_much(self) -> bool:
-        return len(self._known) > self._most_layouts or self.num_chunks > self._most_chunks
+    def _is_full(self) -> bool:
+        return len(self._indexes) > self._max_layouts or self.num_chunks > self._max_chunks

@@ -1,237 +1,206 @@
-"""What the keeper does outside its loop: seal, verify, allocate. Each job answers with one event."""
+"""Seal and verify slots in threads, off the keeper's loop. Each job reports with one event.
+
+A seal calls the parts in order (`arena/checksum`): list the committed chunks, read their digests, write table and
+header. Digests of a large slot come from the checksum worker; of a small one, or when the worker fails, they are read
+through the descriptor by the hash threads.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
-from keepstep.arena import checksum, memory_limits
+from keepstep.arena import checksum
 from keepstep.arena.chunks import Chunk
-from keepstep.arena.manifest import RankManifest
-from keepstep.arena.records import COMMITTED
-from keepstep.arena.slots import Arena, SealedSlot, plan_header, total_bytes
+from keepstep.arena.slots import Arena, SealedSlot
 from keepstep.config import KeeperConfig
 from keepstep.errors import Error, IntegrityError, KeeperError
-from keepstep.identity import Identity
 from keepstep.keeper.coordinator.messages import ReplicaAuditAnswer, ReplicaSetDigest
-from keepstep.keeper.node.effects import CreateArena, FetchSnapshot, ReadReplicaDigests, SealSlot, VerifySlot
-from keepstep.keeper.node.events import ArenaAdded, Event, ReplicaDigestsRead, SlotFound, SlotSealed, SlotVerified
-from keepstep.keeper.transfer.chunk_store import open_book
-from keepstep.keeper.workers.checksum_client import LEAST_BYTES, ChecksumClient
+from keepstep.keeper.node.effects import CreateArena, ReadReplicaDigests, SealSlot, VerifySlot
+from keepstep.keeper.node.events import Event, ReplicaDigestsRead, SlotSealed, SlotVerified
+from keepstep.keeper.workers.allocation import ArenaAllocator
+from keepstep.keeper.workers.checksum_client import ChecksumClient
 from keepstep.keeper.workers.checksum_worker import NICENESS
-from keepstep.keeper.workers.replica_digests import answer, class_digests
-from keepstep.layout import SnapshotSize
-
-log = logging.getLogger("keepstep.keeper")
+from keepstep.keeper.workers.replica_digests import answer, set_digests
+from keepstep.keeper.workers.sealed_snapshot import open_sealed
+from keepstep.types import Version
 
 JOBS = 4
-MOST_THREADS = 32
+MAX_HASH_THREADS = 32
+CHUNKS_PER_RUN = 16  # that one hash thread reads in one go
+LEAST_BYTES = 256 << 20  # of a slot that is worth the worker process: it hashes in a quarter of the CPU time
 RETRY_PAUSES_S = (0.01, 0.1, 1.0)
-VALUES_SLACK = 1 << 20
+
+
+class Sealer:
+    """Seals and verifies slots on the caller's thread; digests are read by `threads`, of large slots by the worker."""
+
+    def __init__(self, threads: Executor, worker: ChecksumClient, *, worker_min_bytes: int) -> None:
+        self._threads, self._worker, self._worker_min_bytes = threads, worker, worker_min_bytes
+        self._stopped = threading.Event()
+
+    def seal(self, arena: Arena, slot: int, version: Version) -> SealedSlot:
+        """Seal what the trainer committed. Raises when the slot does not hold it, or is written meanwhile.
+
+        A slot that is sealed already is verified instead: new checksums would cover a bit that flipped since.
+        """
+        committed = checksum.committed_chunks(arena, slot, version)
+        if arena.sealed(slot) is not None:
+            return self.verify(arena, slot)
+        return checksum.write_seal(arena, committed, self._digests(arena, committed.chunks))
+
+    def verify(self, arena: Arena, slot: int) -> SealedSlot:
+        """Check a sealed slot byte for byte. Raises IntegrityError that names the region that is wrong."""
+        expected = checksum.sealed_chunks(arena, slot)
+        return checksum.check_digests(arena, expected, self._digests(arena, expected.chunks))
+
+    def stop(self) -> None:
+        """Raise KeeperError from seals and verifications in progress."""
+        self._stopped.set()
+
+    def _digests(self, arena: Arena, chunks: list[Chunk]) -> bytes:
+        size_bytes = sum(chunk.span.size_bytes for chunk in chunks)
+        if size_bytes >= self._worker_min_bytes:
+            digests = self._worker.digests(arena, chunks)
+            if digests is not None:
+                return digests
+        return self._read_digests(arena, chunks)
+
+    def _read_digests(self, arena: Arena, chunks: list[Chunk]) -> bytes:
+        buffers: list[memoryview] = []  # as many as threads work at once, until all is read
+
+        def read_run(start: int) -> bytes:
+            if self._stopped.is_set():
+                # Not an IntegrityError: only bytes that fail their check may count against a version.
+                raise KeeperError("stopped: the keeper is ending")
+            buffer = buffers.pop() if buffers else memoryview(bytearray(checksum.WINDOW_BYTES))
+            digests = checksum.read_digests(arena, chunks[start : start + CHUNKS_PER_RUN], buffer)
+            buffers.append(buffer)
+            return digests
+
+        return b"".join(self._threads.map(read_run, range(0, len(chunks), CHUNKS_PER_RUN)))
 
 
 class WorkerPool:
-    """A few threads for bytes. `answer` is called from them and must be thread-safe."""
+    """A few threads for work on bytes. `report` is called from them and must be thread-safe."""
 
-    def __init__(
-        self, identity: Identity, instance: bytes, config: KeeperConfig, answer: Callable[[Event], None]
-    ) -> None:
-        self._identity, self._instance, self._answer = identity, instance, answer
-        threads = config.seal_threads or _threads()
-        self._pool = ThreadPoolExecutor(max_workers=JOBS, thread_name_prefix="keepstep-work")
-        self._hands = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-hand", initializer=_be_nice)
-        """read and checksum for all jobs together"""
-        self._reading = ChecksumClient(threads, LEAST_BYTES)
-        self._ending = threading.Event()
-        self._allocating = threading.Lock()
-        """one arena at a time: two that each fit may not fit together"""
+    def __init__(self, allocator: ArenaAllocator, config: KeeperConfig, report: Callable[[Event], None]) -> None:
+        self._allocator, self._report = allocator, report
+        num_threads = config.seal_threads or _num_hash_threads()
+        self._jobs = ThreadPoolExecutor(max_workers=JOBS, thread_name_prefix="keepstep-job")
+        # They read and hash for all jobs together.
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="keepstep-hash", initializer=_lower_priority)
+        self._worker = ChecksumClient(num_threads)
+        self._sealer = Sealer(self._threads, self._worker, worker_min_bytes=LEAST_BYTES)
+        self._stopped = threading.Event()
 
     def seal(self, arena: Arena, effect: SealSlot) -> None:
-        self._pool.submit(lambda: self._answer(self._seal(arena, effect)))
+        self._jobs.submit(lambda: self._report(self._seal(arena, effect)))
 
     def verify(self, arena: Arena, effect: VerifySlot) -> None:
-        self._pool.submit(lambda: self._answer(self._verify(arena, effect)))
+        self._jobs.submit(lambda: self._report(self._verify(arena, effect)))
 
     def create(self, effect: CreateArena, done: Callable[[Arena | Error], None]) -> None:
-        self._pool.submit(lambda: done(self._create(effect)))
+        self._jobs.submit(lambda: done(self._allocator.create(effect)))
 
-    def read_shares(self, arenas: list[Arena], effect: ReadReplicaDigests) -> None:
-        """What this node holds of a replica class, for the coordinator's comparison."""
+    def read_replica_digests(self, arenas: list[Arena], effect: ReadReplicaDigests) -> None:
+        """Digests of a replica set on this node, for the coordinator's comparison."""
+        self._jobs.submit(lambda: self._report(_replica_digests(arenas, effect)))
 
-        def read() -> ReplicaDigestsRead:
-            found: list[ReplicaAuditAnswer] = []
-            for arena in arenas:
-                for slot in range(arena.num_slots):
-                    sealed = arena.sealed(slot)
-                    if sealed is not None and sealed.version == effect.audit.version:
-                        said = answer(open_book(arena, slot), effect.audit)
-                        found += [said] if said is not None else []
-            return ReplicaDigestsRead(effect.audit, _together(found))
-
-        self._pool.submit(lambda: self._answer(read()))
-
-    def check(self, jobs: list[tuple[Arena, int]], done: Callable[[list[str]], None]) -> None:
-        """Verify slots for `keepstep verify`: one problem text per job, empty when sound."""
-        self._pool.submit(lambda: done([self._problem(arena, slot) for arena, slot in jobs]))
+    def check(self, slots: list[tuple[Arena, int]], done: Callable[[list[str]], None]) -> None:
+        """Verify slots for `keepstep verify`: one problem text for each, empty when it is sound."""
+        self._jobs.submit(lambda: done([self._problem(arena, slot) for arena, slot in slots]))
 
     def forget(self, arena_id: str) -> None:
-        """Nothing may hold the memory of an arena that is given up. Not at once: the loop waits for nobody."""
-        self._reading.drop(arena_id)
-        self._pool.submit(self._reading.forget, arena_id)
-
-    def tend(self) -> None:
-        self._reading.tend()
+        """Have the worker unmap an arena that is closed. Returns at once."""
+        self._jobs.submit(self._worker.forget, arena_id)
 
     def close(self) -> None:
-        self._ending.set()
-        self._reading.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._hands.shutdown(wait=True, cancel_futures=True)
+        self._stopped.set()
+        self._sealer.stop()
+        self._worker.close()
+        self._jobs.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _seal(self, arena: Arena, effect: SealSlot) -> SlotSealed:
         started = time.monotonic()
         try:
             sealed = arena.sealed(effect.slot)
             if sealed is None or effect.version not in (None, sealed.version):
-                version = effect.version
-                if version is None:
-                    found = arena.committed(effect.slot)
-                    if found is None:
-                        raise IntegrityError("half written: its trainer ended first")
-                    version = found[1].version
-                if effect.newer_than is not None and version <= effect.newer_than:
-                    raise IntegrityError(f"{version} was sealed once and its seal is gone")
-                wanted = version
-                sealed = self._again(lambda: checksum.seal(arena, effect.slot, wanted, self._digests))
+                version = _version_to_seal(arena, effect)
+                sealed = self._retry(lambda: self._sealer.seal(arena, effect.slot, version))
         except Exception as error:
             return SlotSealed(arena.arena_id, effect.slot, effect.version, problem=str(error) or repr(error))
-        info, shares = sealed.trainer.info, self._shares(arena, effect.slot)
+        info, shares = sealed.trainer.info, self._set_digests(arena, effect.slot)
         took_s = time.monotonic() - started
         return SlotSealed(arena.arena_id, effect.slot, info.version, info, shares=shares, took_s=took_s)
 
     def _verify(self, arena: Arena, effect: VerifySlot) -> SlotVerified:
         return SlotVerified(arena.arena_id, effect.slot, effect.version, self._problem(arena, effect.slot))
 
-    def _digests(self, arena: Arena, slot: int, chunks: list[Chunk]) -> bytes:
-        found = self._reading.digests(arena, slot, chunks)
-        if found is None:
-            found = checksum.read_digests(arena, slot, chunks, cancelled=self._ending.is_set, over=self._hands.map)
-            self._reading.warm(arena, slot, chunks)
-        return found
-
-    def _shares(self, arena: Arena, slot: int) -> tuple[ReplicaSetDigest, ...]:
-        try:
-            return class_digests(open_book(arena, slot), self._hands.map)
-        except (OSError, Error):  # written again meanwhile: whoever asks for the version finds out
-            return ()
-
     def _problem(self, arena: Arena, slot: int) -> str:
         try:
-            self._again(lambda: checksum.verify(arena, slot, self._digests))
+            self._retry(lambda: self._sealer.verify(arena, slot))
         except Exception as error:
             return str(error) or repr(error)
         return ""
 
-    def _again(self, call: Callable[[], SealedSlot]) -> SealedSlot:
+    def _set_digests(self, arena: Arena, slot: int) -> tuple[ReplicaSetDigest, ...]:
+        try:
+            return set_digests(open_sealed(arena, slot), self._threads.map)
+        except (OSError, Error):  # The slot was written again: who asks for the version is refused.
+            return ()
+
+    def _retry(self, call: Callable[[], SealedSlot]) -> SealedSlot:
         """Try again when the machine fails: only bytes that fail their check may count against a version."""
         for pause_s in RETRY_PAUSES_S:
             try:
                 return call()
             except (OSError, MemoryError):
-                self._ending.wait(pause_s)
+                self._stopped.wait(pause_s)
         return call()
 
-    def make_for(self, effect: FetchSnapshot, manifest: RankManifest) -> tuple[Arena, Future[None]]:
-        """An arena for a snapshot that comes from elsewhere, with room for the next ones of its rank.
 
-        Its memory is reserved while the first slot is filled; the future ends when all of it is there.
-        """
-        need = manifest.need
-        header = plan_header(
-            SnapshotSize(need.layout_bytes, 2 * need.values_bytes + VALUES_SLACK, need.payload_bytes),
-            slots=effect.slots, local_index=effect.local_index, generation=effect.generation,
-            run_id=self._identity.run_id, node_id=self._identity.node_id, instance=self._instance,
-        )  # fmt: skip
-        self._allocating.acquire()  # until its memory is there: what the next one may have is measured then
-        try:
-            what = f"the snapshot of rank {effect.piece.rank} that this node takes over"
-            memory_limits.check(total_bytes(header), what, room=memory_limits.measure(), memory_limit_bytes=0)
-            arena = Arena.create(header, reserve=False)
-        except BaseException:
-            self._allocating.release()
-            raise
-        reserved: Future[None] = Future()
-        threading.Thread(target=self._reserve, args=(arena, reserved), name="keepstep-reserve", daemon=True).start()
-        return arena, reserved
-
-    def _reserve(self, arena: Arena, reserved: Future[None]) -> None:
-        try:
-            arena.segment.reserve(cancelled=lambda: self._ending.is_set() or reserved.cancelled())
-            with contextlib.suppress(InvalidStateError):
-                reserved.set_result(None)
-        except Error as error:
-            with contextlib.suppress(InvalidStateError):
-                reserved.set_exception(error)
-        finally:
-            self._allocating.release()
-
-    def _create(self, effect: CreateArena) -> Arena | Error:
-        wanted = effect.wanted
-        header = plan_header(
-            wanted.need, slots=wanted.slots, local_index=effect.local_index, generation=effect.generation,
-            run_id=self._identity.run_id, node_id=self._identity.node_id, instance=self._instance,
-        )  # fmt: skip
-        try:
-            what = f"the arena of local rank {effect.local_index} ({wanted.slots} slots)"
-            limit = wanted.memory_limit_bytes
-            with self._allocating:
-                memory_limits.check(total_bytes(header), what, room=memory_limits.measure(), memory_limit_bytes=limit)
-                return Arena.create(header)
-        except Error as error:
-            return error
-        except Exception as error:
-            return KeeperError(f"the arena could not be made: {error!r}")
+def _version_to_seal(arena: Arena, effect: SealSlot) -> Version:
+    version = effect.version
+    if version is None:
+        committed = arena.committed(effect.slot)
+        if committed is None:
+            raise IntegrityError("half written: its trainer ended first")
+        version = committed[1].version
+    if effect.newer_than is not None and version <= effect.newer_than:
+        raise IntegrityError(f"{version} was sealed once and its seal is gone")
+    return version
 
 
-def _threads() -> int:
+def _replica_digests(arenas: list[Arena], effect: ReadReplicaDigests) -> ReplicaDigestsRead:
+    answers: list[ReplicaAuditAnswer] = []
+    for arena in arenas:
+        for slot in range(arena.num_slots):
+            sealed = arena.sealed(slot)
+            if sealed is not None and sealed.version == effect.audit.version:
+                of_slot = answer(open_sealed(arena, slot), effect.audit)
+                answers += [of_slot] if of_slot is not None else []
+    return ReplicaDigestsRead(effect.audit, _merge(answers))
+
+
+def _merge(answers: list[ReplicaAuditAnswer]) -> ReplicaAuditAnswer:
+    """One answer for all slots of this node; they hold the same replica set, so n, m and paths are equal."""
+    if not answers:
+        return ReplicaAuditAnswer()
+    first = answers[0]
+    return ReplicaAuditAnswer(first.n, first.m, tuple(unit for one in answers for unit in one.units), first.paths)
+
+
+def _num_hash_threads() -> int:
     """All cores that this process may use, at low priority: a large state at every step needs most of them."""
-    return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0))))
+    return max(2, min(MAX_HASH_THREADS, len(os.sched_getaffinity(0))))
 
 
-def _be_nice() -> None:
+def _lower_priority() -> None:
     with contextlib.suppress(OSError):
         os.nice(NICENESS)  # of this thread only
-
-
-def _together(found: list[ReplicaAuditAnswer]) -> ReplicaAuditAnswer:
-    """Of all slots of this node; they belong to one class, so they have one shape."""
-    if not found:
-        return ReplicaAuditAnswer()
-    units = tuple(unit for one in found for unit in one.units)
-    return ReplicaAuditAnswer(found[0].n, found[0].m, units, found[0].paths)
-
-
-def describe(arena: Arena) -> ArenaAdded:
-    """What the headers of an arena say, as the event that brings it into the core."""
-    slots = []
-    for index in range(arena.num_slots):
-        sealed, found = arena.sealed(index), arena.trainer_header(index)
-        trainer = found[1] if found else None
-        committed = trainer is not None and trainer.state == COMMITTED
-        state = "sealed" if sealed else "committed" if committed else "free"
-        if trainer is None or not committed:
-            slots.append(SlotFound(index, state))
-            continue
-        age_s = max(0.0, time.time() - sealed.keeper.sealed_at) if sealed else 0.0
-        slots.append(SlotFound(index, state, trainer.info, age_s))
-    header = arena.header
-    capacity = SnapshotSize(header.layout_capacity, header.values_capacity, header.payload_capacity)
-    return ArenaAdded(
-        arena.arena_id, header.local_index, header.generation, arena.segment.size_bytes, capacity, tuple(slots),
-        arena.ledger(), arena.grant(), arena.progress(),
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The reader: a process of its own that maps large slots to checksum them, and that nothing depends on."""
+"""The checksum worker: a process that maps large slots to hash them, and that nothing depends on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from keepstep.arena.chunks import Chunk
 from keepstep.arena.slots import CHUNK_BYTES, Arena, SlotSpan, plan_header
 from keepstep.keeper.workers import checksum_client as module
 from keepstep.keeper.workers.checksum_client import ChecksumClient
+from keepstep.keeper.workers.sealing import Sealer
 from keepstep.layout import SnapshotSize
 
 PAYLOAD = 2 * CHUNK_BYTES + 12_345
@@ -54,7 +56,7 @@ def other() -> Iterator[Arena]:
 
 @pytest.fixture
 def reading() -> Iterator[ChecksumClient]:
-    made = ChecksumClient(threads=2, least_bytes=1)
+    made = ChecksumClient(num_threads=2)
     yield made
     made.close()
     assert made._process is None
@@ -66,10 +68,10 @@ def chunks_of(arena: Arena, slot: int) -> list[Chunk]:
     return [Chunk("unique", i, SlotSpan(begin + i * CHUNK_BYTES, size)) for i, size in enumerate(sizes)]
 
 
-def warmed(reading: ChecksumClient, arena: Arena, slot: int = 0) -> list[Chunk]:
+def hashed(reading: ChecksumClient, arena: Arena, slot: int = 0) -> list[Chunk]:
+    """The chunks of a slot that the worker has hashed, so that it maps the arena."""
     chunks = chunks_of(arena, slot)
-    assert reading.digests(arena, slot, chunks) is None  # not before it was read once
-    reading.warm(arena, slot, chunks)
+    assert reading.digests(arena, chunks) is not None
     return chunks
 
 
@@ -97,13 +99,13 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_it_says_what_is_read_through_the_descriptor(reading: ChecksumClient, arena: Arena) -> None:
+def test_worker_finds_the_same_digests_as_a_read_through_the_descriptor(reading: ChecksumClient, arena: Arena) -> None:
     for slot in range(2):
-        chunks = warmed(reading, arena, slot)
-        assert reading.digests(arena, slot, chunks) == read_digests(arena, slot, chunks)
-    before = reading.digests(arena, 1, chunks)
+        chunks = chunks_of(arena, slot)
+        assert reading.digests(arena, chunks) == read_digests(arena, chunks)
+    before = reading.digests(arena, chunks)
     arena.segment.write(chunks[1].span.offset + 77, b"x")
-    after = reading.digests(arena, 1, chunks)
+    after = reading.digests(arena, chunks)
     assert before is not None
     assert after is not None
     assert [before[at : at + 16] == after[at : at + 16] for at in (0, 16, 32)] == [True, False, True]
@@ -111,109 +113,94 @@ def test_it_says_what_is_read_through_the_descriptor(reading: ChecksumClient, ar
 
 
 def test_more_chunks_than_fit_a_request(reading: ChecksumClient, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.r, "MOST_SPANS", 2)
-    chunks = warmed(reading, arena)
-    assert reading.digests(arena, 0, chunks) == read_digests(arena, 0, chunks)
+    monkeypatch.setattr(module.worker, "MAX_SPANS", 2)
+    chunks = chunks_of(arena, 0)
+    assert reading.digests(arena, chunks) == read_digests(arena, chunks)
 
 
 def test_the_largest_request_and_its_answer_fit_a_datagram(reading: ChecksumClient, arena: Arena) -> None:
-    warmed(reading, arena)
-    many = [Chunk("unique", i, SlotSpan(i, 1)) for i in range(module.r.MOST_SPANS)]
-    assert reading.digests(arena, 0, many) == read_digests(arena, 0, many)
+    hashed(reading, arena)
+    many = [Chunk("unique", i, SlotSpan(i, 1)) for i in range(module.worker.MAX_SPANS)]
+    assert reading.digests(arena, many) == read_digests(arena, many)
 
 
-def test_what_is_not_worth_it_starts_no_process(arena: Arena) -> None:
-    for least_bytes in (0, 2 * PAYLOAD):
-        reading = ChecksumClient(threads=2, least_bytes=least_bytes)
-        warmed(reading, arena)
-        assert reading._process is None
-        assert reading.digests(arena, 0, chunks_of(arena, 0)) is None
-        reading.close()
+def test_small_slot_starts_no_process(arena: Arena) -> None:
+    reading = ChecksumClient(num_threads=2)
+    with ThreadPoolExecutor(1) as threads:
+        for min_bytes, is_started in ((2 * PAYLOAD, False), (PAYLOAD, True)):
+            sealer = Sealer(threads, reading, worker_min_bytes=min_bytes)
+            assert sealer._digests(arena, chunks_of(arena, 0)) == read_digests(arena, chunks_of(arena, 0))
+            assert (reading._process is not None) == is_started
+    reading.close()
 
 
-def test_reader_that_dies_is_replaced_later_and_its_slots_are_read_through_descriptors_meanwhile(
-    reading: ChecksumClient, arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_worker_that_dies_is_replaced_later_and_slots_are_read_through_descriptors_meanwhile(
+    reading: ChecksumClient, arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chunks = warmed(reading, arena)
+    chunks = hashed(reading, arena)
     first = pid_of(reading)
     os.kill(first, signal.SIGBUS)  # as a page does that the machine has lost
     assert until(lambda: gone(first))
     with caplog.at_level(logging.WARNING):
-        assert reading.digests(arena, 0, chunks) is None
-    assert "the reader has failed" in caplog.text
+        assert reading.digests(arena, chunks) is None
+    assert "checksum worker has failed" in caplog.text
     assert caplog.records[-1].__dict__["exit_status"] == -signal.SIGBUS
-    reading.warm(arena, 0, chunks)
+    assert reading.digests(arena, chunks) is None
     assert reading._process is None
+    assert not Path(f"/proc/{first}").exists()
     reading._not_before = 0.0
-    monkeypatch.setattr(module, "AGAIN_S", 0.0)
-    reading.warm(arena, 0, chunks)
+    assert reading.digests(arena, chunks) == read_digests(arena, chunks)
     assert pid_of(reading) != first
-    assert reading.digests(arena, 0, chunks) == read_digests(arena, 0, chunks)
 
 
-def test_reader_that_dies_unused_leaves_nothing_behind(reading: ChecksumClient, arena: Arena) -> None:
-    warmed(reading, arena)
-    reading.tend()
-    pid = pid_of(reading)
-    os.kill(pid, signal.SIGKILL)
-    assert until(lambda: gone(pid))
-    reading.tend()
-    assert reading._process is None
-    assert not Path(f"/proc/{pid}").exists()
-
-
-def test_reader_that_stands_still_is_given_up(
-    reading: ChecksumClient, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunks = warmed(reading, arena)
-    assert reading.digests(arena, 0, chunks) is not None
+def test_worker_that_hangs_is_ended(reading: ChecksumClient, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = hashed(reading, arena)
     pid = pid_of(reading)
     os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "ANSWER_S", 0.2)
     started = time.monotonic()
-    assert reading.digests(arena, 0, chunks) is None
+    assert reading.digests(arena, chunks) is None
     assert time.monotonic() - started < 5
     assert gone(pid)
 
 
-def test_an_arena_that_is_given_up_is_unmapped_and_not_mapped_again(
-    reading: ChecksumClient, arena: Arena, other: Arena
-) -> None:
-    chunks = warmed(reading, arena)
-    others = warmed(reading, other)
-    assert reading.digests(arena, 0, chunks) is not None
-    assert reading.digests(other, 0, others) is not None
+def test_closed_arena_is_unmapped_and_not_mapped_again(reading: ChecksumClient, arena: Arena, other: Arena) -> None:
+    chunks = hashed(reading, arena)
+    hashed(reading, other)
     pid = pid_of(reading)
     assert maps_of(pid) == 2
+    arena.close()
     reading.forget(arena.arena_id)
     assert maps_of(pid) == 1
-    reading.warm(arena, 0, chunks)
-    assert reading.digests(arena, 0, chunks) is None
+    assert reading.digests(arena, chunks) is None
     assert maps_of(pid) == 1
+    other.close()
     reading.forget(other.arena_id)
-    assert gone(pid)  # there is nothing left to read
+    assert gone(pid)  # no arena is left to read
 
 
-def test_reader_that_stands_still_holds_no_arena_that_is_given_up(
+def test_worker_that_hangs_holds_no_arena_that_was_forgotten(
     reading: ChecksumClient, arena: Arena, other: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warmed(reading, arena)
-    warmed(reading, other)
+    hashed(reading, arena)
+    hashed(reading, other)
     pid = pid_of(reading)
     os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "ANSWER_S", 0.2)
     reading.forget(arena.arena_id)
     assert gone(pid)
 
 
-def test_an_arena_that_was_closed_meanwhile_costs_the_others_nothing(
+def test_arena_that_was_closed_meanwhile_costs_the_others_nothing(
     reading: ChecksumClient, arena: Arena, other: Arena
 ) -> None:
-    chunks = warmed(reading, arena)
+    hashed(reading, arena)
+    pid = pid_of(reading)
     others = chunks_of(other, 0)
     other.close()
-    reading.warm(other, 0, others)
-    assert reading.digests(arena, 0, chunks) is not None
+    assert reading.digests(other, others) is None
+    hashed(reading, arena)
+    assert pid_of(reading) == pid
 
 
 class Channel:
@@ -230,7 +217,7 @@ class Channel:
 
 
 def test_an_answer_that_was_not_waited_for_answers_nothing_else(reading: ChecksumClient, arena: Arena) -> None:
-    first, second = warmed(reading, arena, 0), warmed(reading, arena, 1)
+    first, second = hashed(reading, arena, 0), hashed(reading, arena, 1)
     pid = pid_of(reading)
     assert reading._channel is not None
 
@@ -239,13 +226,13 @@ def test_an_answer_that_was_not_waited_for_answers_nothing_else(reading: Checksu
 
     reading._channel = Channel(reading._channel, out_of_memory)  # type: ignore[assignment]
     with pytest.raises(MemoryError):
-        reading.digests(arena, 0, first)
+        reading.digests(arena, first)
     assert gone(pid)
-    assert reading.digests(arena, 1, second) is None
+    assert reading.digests(arena, second) is None
 
 
 def test_an_answer_to_another_request_is_refused(reading: ChecksumClient, arena: Arena) -> None:
-    chunks = warmed(reading, arena)
+    chunks = hashed(reading, arena)
     assert reading._channel is not None
     said: list[bytes] = []
 
@@ -254,18 +241,18 @@ def test_an_answer_to_another_request_is_refused(reading: ChecksumClient, arena:
         return said[0]
 
     reading._channel = Channel(reading._channel, again)  # type: ignore[assignment]
-    assert reading.digests(arena, 0, chunks) is not None
-    assert reading.digests(arena, 0, chunks) is None
+    assert reading.digests(arena, chunks) is not None
+    assert reading.digests(arena, chunks) is None
     assert reading._process is None
 
 
 def test_close_does_not_wait_for_an_answer(reading: ChecksumClient, arena: Arena) -> None:
-    chunks = warmed(reading, arena)
-    assert reading.digests(arena, 0, chunks) is not None
+    chunks = hashed(reading, arena)
+    assert reading.digests(arena, chunks) is not None
     pid = pid_of(reading)
     os.kill(pid, signal.SIGSTOP)
     found: list[bytes | None] = [b"nothing yet"]
-    waiting = threading.Thread(target=lambda: found.__setitem__(0, reading.digests(arena, 0, chunks)))
+    waiting = threading.Thread(target=lambda: found.__setitem__(0, reading.digests(arena, chunks)))
     waiting.start()
     time.sleep(0.1)
     started = time.monotonic()
@@ -288,10 +275,9 @@ def test_it_ends_with_the_keeper_however_that_ends() -> None:
             header = plan_header(
                 need, slots=2, local_index=0, generation=1, run_id="r", node_id="n", instance=bytes(16)
             )
-            arena, reading = Arena.create(header), ChecksumClient(threads=1, least_bytes=1)
+            arena, reading = Arena.create(header), ChecksumClient(num_threads=1)
             chunks = [Chunk("unique", 0, SlotSpan(arena.payload_span(0).offset, 1000))]
-            reading.warm(arena, 0, chunks)
-            assert reading.digests(arena, 0, chunks)
+            assert reading.digests(arena, chunks)
             print(reading._process.pid, flush=True)
             time.sleep(60)
         """)],

@@ -15,16 +15,18 @@ import pytest
 
 from counting import counted_lines
 from keepstep.arena import records as h
-from keepstep.arena.checksum import seal
+from keepstep.arena.checksum import committed_chunks, write_seal
 from keepstep.arena.records import TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, plan_header
 from keepstep.control.messages import RestoreFrom
 from keepstep.errors import IntegrityError
-from keepstep.keeper.transfer import chunk_store as shelf_module
-from keepstep.keeper.transfer.chunk_store import STREAM, ChunkRequest, ChunkStore, SealedSnapshot, open_book
+from keepstep.keeper.transfer import chunk_store
+from keepstep.keeper.transfer.chunk_store import STREAM, ChunkRequest, ChunkStore
 from keepstep.keeper.transfer.streams import find_streams
+from keepstep.keeper.workers import sealed_snapshot
 from keepstep.keeper.workers.layout_index import LayoutIndex, LayoutIndexCache
-from keepstep.keeper.workers.replica_digests import class_digests
+from keepstep.keeper.workers.replica_digests import set_digests
+from keepstep.keeper.workers.sealed_snapshot import SealedSnapshot, open_sealed
 from keepstep.layout import CHUNK_BYTES, FULL, Entry, Layout, ReplicaSet, SnapshotSize, TensorView, class_id, digest
 from keepstep.transport.interface import Refusal
 from keepstep.types import Incarnation, Version
@@ -64,7 +66,8 @@ def make(
         layout_digest=digest(encoded), written_at=written_at, shared_offset=layout.shared_offset,
     )  # fmt: skip
     arena.write_trainer_header(slot, trainer)
-    seal(arena, slot, version, lambda arena, slot, chunks: bytes([step % 256]) * DIGEST_BYTES * len(chunks))
+    committed = committed_chunks(arena, slot, version)
+    write_seal(arena, committed, bytes([step % 256]) * DIGEST_BYTES * len(committed.chunks))
     return arena
 
 
@@ -161,9 +164,9 @@ def test_slot_that_is_written_again_while_it_is_opened_does_not_stand_for_the_ol
 ) -> None:
     def too_late(arena: Arena, slot: int, sealed: SealedSlot | None = None) -> SealedSnapshot:
         rank.write_again(2)
-        return open_book(arena, slot, sealed)
+        return open_sealed(arena, slot, sealed)
 
-    monkeypatch.setattr(shelf_module, "open_book", too_late)
+    monkeypatch.setattr(chunk_store, "open_sealed", too_late)
     with pytest.raises(Refusal):
         rank.shelf.serve("peer", rank.asked)
     monkeypatch.undo()
@@ -177,7 +180,7 @@ def test_book_that_is_out_of_date_does_not_hide_what_others_hold(rank: OneRank) 
         rank.shelf.put(other)
         for number in (0, 1):
             rank.shelf.book(VERSION, number)  # open, but its layout was not needed yet
-        shelf_module._known._known.clear()
+        sealed_snapshot._layouts._indexes.clear()
         rank.write_again(2)
         rank.arena.segment.write(rank.arena.layout_span(VERSION.step % 2).offset, b"\xff")
         assert served(rank.shelf, rank.asked) == CHUNK_BYTES
@@ -187,7 +190,7 @@ def test_book_that_is_out_of_date_does_not_hide_what_others_hold(rank: OneRank) 
 
 def test_time_that_is_no_number_in_a_header_does_not_make_a_book_old(rank: OneRank) -> None:
     arena = make(0, rank.layout, VERSION.step + 1, rank.arena, written_at=math.nan)
-    assert open_book(arena, (VERSION.step + 1) % 2).is_current()
+    assert open_sealed(arena, (VERSION.step + 1) % 2).is_current()
 
 
 @pytest.mark.parametrize("replicated", [False, True])
@@ -200,12 +203,12 @@ def test_layouts_of_many_tensors_are_decoded_once_for_all_snapshots_of_all_ranks
     arenas = [make(rank, one) for rank, one in enumerate(layouts)]
     try:
         for arena in arenas:
-            class_digests(open_book(arena, VERSION.step % 2))
+            set_digests(open_sealed(arena, VERSION.step % 2))
         for rank, arena in enumerate(arenas):
             make(rank, layouts[rank], VERSION.step + 1, arena)
         with counted_lines() as count:
             for arena in arenas * 3:
-                assert len(class_digests(open_book(arena, (VERSION.step + 1) % 2))) == replicated
+                assert len(set_digests(open_sealed(arena, (VERSION.step + 1) % 2))) == replicated
         assert count.lines / 3 / len(arenas) < TENSORS // 20
     finally:
         for arena in arenas:
@@ -237,7 +240,7 @@ def small(tensors: int) -> tuple[TrainerHeader, bytes]:
 
 
 def test_layouts_that_are_kept_have_a_bound_and_the_one_used_last_stays() -> None:
-    known = LayoutIndexCache(most_layouts=3)
+    known = LayoutIndexCache(max_layouts=3)
     wanted = [small(tensors) for tensors in (30, 31, 32, 33)]
     reads = []
 
@@ -246,7 +249,7 @@ def test_layouts_that_are_kept_have_a_bound_and_the_one_used_last_stays() -> Non
         return known.of(header, lambda: reads.append(index) or encoded)  # type: ignore[func-returns-value]
 
     for index in (0, 1, 2, 0, 3, 0):
-        assert look(index).streams[0].size_bytes == (30 + index) * 64
+        assert look(index).replica_sets[0].size_bytes == (30 + index) * 64
         assert len(known) <= 3
     assert reads == [0, 1, 2, 3], "0 was used in between, so 1 went"
     look(2)
@@ -256,14 +259,14 @@ def test_layouts_that_are_kept_have_a_bound_and_the_one_used_last_stays() -> Non
 
 
 def test_what_is_kept_of_layouts_is_counted_in_chunks() -> None:
-    known = LayoutIndexCache(most_chunks=2)
+    known = LayoutIndexCache(max_chunks=2)
     for tensors in (1, 2, 3):
         header, encoded = small(tensors)
         known.of(header, lambda encoded=encoded: encoded)  # type: ignore[misc]
         assert known.num_chunks == min(tensors, 2)
     header, encoded = small(4 * CHUNK_BYTES // 64)
     assert known.of(header, lambda: encoded).num_chunks == 1
-    assert not known.of(header, lambda: encoded).streams[0].entries, "nobody looks them up"
+    assert not known.of(header, lambda: encoded).replica_sets[0].entries, "nobody looks them up"
 
 
 def test_layout_that_is_not_the_one_of_its_header_is_refused() -> None:
