@@ -33,7 +33,7 @@ from keepstep.arena import records as h
 from keepstep.arena.records import Progress, TrainerHeader
 from keepstep.arena.slots import Arena
 from keepstep.cli.commands import doctor, doctor_checks, verify
-from keepstep.cli.commands.inspect import ArenaView, EntriesView, Inspection, SlotView
+from keepstep.cli.commands.inspect import ArenaSummary, Inspection, LayoutSummary, SlotSummary
 from keepstep.cli.commands.plan import Forecast
 from keepstep.cli.commands.release import Released
 from keepstep.cli.commands.status import RunStatus
@@ -393,7 +393,7 @@ def test_every_command_and_option_is_in_the_documentation() -> None:
 @pytest.mark.parametrize(
     "kind",
     [Status, KeeperStatus, RankStatus, SlotStatus, PeerStatus, Forecast, PlannedPiece, RunStatus, Inspection,
-     ArenaView, SlotView, EntriesView, verify.Verification, verify.SnapshotVerdict, doctor.DoctorReport,
+     ArenaSummary, SlotSummary, LayoutSummary, verify.Verification, verify.SnapshotVerdict, doctor.DoctorReport,
      doctor_checks.Finding],
 )  # fmt: skip
 def test_every_field_of_the_json_is_in_the_documentation(kind: type[msgspec.Struct]) -> None:

@@ -26,7 +26,7 @@ READ_TRIES = 5
 """A slot is rewritten once per snapshot at most: missing it this often means that it is damaged."""
 
 
-class SlotView(msgspec.Struct, frozen=True):
+class SlotSummary(msgspec.Struct, frozen=True):
     """A slot by its headers; its bytes are not checked here (`keepstep verify` does)."""
 
     index: int
@@ -45,7 +45,7 @@ class SlotView(msgspec.Struct, frozen=True):
     num_chunks: int = 0
 
 
-class ArenaView(msgspec.Struct, frozen=True):
+class ArenaSummary(msgspec.Struct, frozen=True):
     arena_id: str
     local_index: int
     generation: int
@@ -56,10 +56,10 @@ class ArenaView(msgspec.Struct, frozen=True):
     granted_slot: int | None
     complete_step: int | None
     """the newest version that was ever complete, as the keeper wrote it down for its successor"""
-    slots: list[SlotView]
+    slots: list[SlotSummary]
 
 
-class EntriesView(msgspec.Struct, frozen=True):
+class LayoutSummary(msgspec.Struct, frozen=True):
     """The layout of one rank's snapshot."""
 
     rank: int
@@ -71,9 +71,9 @@ class EntriesView(msgspec.Struct, frozen=True):
 class Inspection(msgspec.Struct, frozen=True):
     run_id: str
     node_id: str
-    arenas: list[ArenaView]
+    arenas: list[ArenaSummary]
     refused: dict[str, str]
-    entries: EntriesView | None = None
+    entries: LayoutSummary | None = None
     schema: int = 1
 
 
@@ -90,40 +90,39 @@ def run(args: argparse.Namespace) -> int:
     identity = choose_run(config)
     with connect(identity, config) as link, borrow_arenas(link, config) as borrowed:
         entries = _find_entries(borrowed, rank=args.rank, step=args.step) if args.entries else None
-        found = Inspection(
-            identity.run_id, identity.node_id, [_view(arena) for arena in borrowed.arenas], borrowed.refused, entries
-        )
+        arenas = [_summarize(arena) for arena in borrowed.arenas]
+        inspection = Inspection(identity.run_id, identity.node_id, arenas, borrowed.refused, entries)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(inspection), indent=2).decode())
     else:
-        _print(found, open_console())
+        _print(inspection, open_console())
     return 0
 
 
 # Reading
 
 
-def _view(arena: Arena) -> ArenaView:
+def _summarize(arena: Arena) -> ArenaSummary:
     progress, grant, ledger = arena.progress(), arena.grant(), arena.ledger()
     granted = grant is not None and grant.slot >= 0
-    return ArenaView(
+    return ArenaSummary(
         arena_id=arena.arena_id, local_index=arena.header.local_index, generation=arena.header.generation,
         size_bytes=arena.segment.size_bytes, allocated_bytes=arena.segment.allocated_bytes,
         progress=progress.step if progress else None, granted_step=grant.step if grant and granted else None,
         granted_slot=grant.slot if grant and granted else None,
         complete_step=ledger.complete.step if ledger and ledger.complete else None,
-        slots=[_view_slot(arena, index) for index in range(arena.num_slots)],
+        slots=[_summarize_slot(arena, index) for index in range(arena.num_slots)],
     )  # fmt: skip
 
 
-def _view_slot(arena: Arena, index: int) -> SlotView:
+def _summarize_slot(arena: Arena, index: int) -> SlotSummary:
     found, sealed = arena.trainer_header(index), arena.sealed(index)
     if found is None:
         untouched = not any(arena.segment.read(arena.slot_offset(index), 2 * h.RECORD_BYTES))
-        return SlotView(index, "free" if untouched else "damaged")
+        return SlotSummary(index, "free" if untouched else "damaged")
     trainer = found[1]
     state = "sealed" if sealed else "committed" if trainer.state == h.COMMITTED else "writing"
-    return SlotView(
+    return SlotSummary(
         index, state, rank=trainer.rank, world_size=trainer.world_size, step=trainer.version.step,
         incarnation=trainer.version.incarnation.number, exact=not trainer.flags & h.INEXACT,
         layout_bytes=trainer.layout_bytes, values_bytes=trainer.values_bytes, payload_bytes=trainer.payload_bytes,
@@ -132,7 +131,7 @@ def _view_slot(arena: Arena, index: int) -> SlotView:
     )  # fmt: skip
 
 
-def _find_entries(borrowed: BorrowedArenas, *, rank: int | None, step: int | None) -> EntriesView:
+def _find_entries(borrowed: BorrowedArenas, *, rank: int | None, step: int | None) -> LayoutSummary:
     for _ in range(READ_TRIES):
         arena, slot = _choose_slot(borrowed, rank=rank, step=step)
         entries = _read_entries(arena, slot)
@@ -158,7 +157,7 @@ def _choose_slot(borrowed: BorrowedArenas, *, rank: int | None, step: int | None
     return arena, sealed.slot
 
 
-def _read_entries(arena: Arena, slot: int) -> EntriesView | None:
+def _read_entries(arena: Arena, slot: int) -> LayoutSummary | None:
     """None when the slot was written meanwhile, or is damaged: what was read cannot be believed."""
     sealed = arena.sealed(slot)
     if sealed is None:
@@ -169,7 +168,7 @@ def _read_entries(arena: Arena, slot: int) -> EntriesView | None:
     if layout.digest(encoded) != trainer.layout_digest or arena.sealed(slot) != sealed:
         return None
     rows = layout.describe(layout.decode(encoded, payload_bytes=trainer.payload_bytes))
-    return EntriesView(trainer.rank, trainer.version.step, trainer.version.incarnation.number, rows)
+    return LayoutSummary(trainer.rank, trainer.version.step, trainer.version.incarnation.number, rows)
 
 
 # Printing
@@ -188,7 +187,7 @@ def _print(found: Inspection, console: Console) -> None:
         console.print(Text(f"arena {arena_id}: {problem}", style="red"))
 
 
-def _render_arena(arena: ArenaView) -> Group:
+def _render_arena(arena: ArenaSummary) -> Group:
     granted = "nothing" if arena.granted_slot is None else f"step {arena.granted_step} into slot {arena.granted_slot}"
     title = (
         f"\narena {arena.arena_id[:12]} · local rank {arena.local_index} · generation {arena.generation} · "
@@ -201,7 +200,7 @@ def _render_arena(arena: ArenaView) -> Group:
     return Group(Text(title), table)
 
 
-def _slot_cells(slot: SlotView) -> list[str]:
+def _slot_cells(slot: SlotSummary) -> list[str]:
     if slot.step is None or slot.written_at is None:
         return [str(slot.index), slot.state]
     sizes = (slot.layout_bytes, slot.values_bytes, slot.payload_bytes)
@@ -212,7 +211,7 @@ def _slot_cells(slot: SlotView) -> list[str]:
     ]  # fmt: skip
 
 
-def _render_entries(entries: EntriesView) -> Table:
+def _render_entries(entries: LayoutSummary) -> Table:
     title = f"rank {entries.rank}, step {entries.step}, incarnation {entries.incarnation}"
     table = make_table("path", "dtype", "shape", "global shape", ">offset", ">bytes", title=title)
     for row in entries.entries:

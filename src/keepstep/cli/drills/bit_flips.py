@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from keepstep.arena import records as h
 from keepstep.arena.records import PAGE, KeeperHeader, TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, SlotSpan
-from keepstep.cli.drills.asking import NOT_CONFIRMED, confirmed
+from keepstep.cli.drills.processes import NOT_CONFIRMED, confirmed
 from keepstep.cli.keepers import BorrowedArenas, borrow_arenas, connect
 from keepstep.cli.tables import count
 from keepstep.config import Config

@@ -6,10 +6,11 @@ import argparse
 import contextlib
 import signal
 
-from keepstep.cli.drills.asking import NOT_CONFIRMED, confirmed
 from keepstep.cli.drills.processes import (
+    NOT_CONFIRMED,
     ask_status,
     check_same_namespace,
+    confirmed,
     hold_still,
     open_pidfd,
     send,

@@ -12,8 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from keepstep.cli.drills.asking import NOT_CONFIRMED, confirmed
-from keepstep.cli.drills.processes import ask_status, check_same_namespace, open_pidfd, send
+from keepstep.cli.drills.processes import NOT_CONFIRMED, ask_status, check_same_namespace, confirmed, open_pidfd, send
 from keepstep.cli.keepers import connect, peer_pid
 from keepstep.cli.risk import away_from, newest_done
 from keepstep.cli.signals import ended_in_order

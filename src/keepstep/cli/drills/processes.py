@@ -1,11 +1,17 @@
-"""Signals by pidfd, opened before the keeper is asked once more who is who: no pid's next owner is ever hit."""
+"""Confirmation, and signals to processes of a run.
+
+Signals are sent by pidfd. A pidfd is opened before the keeper reports once more which process is which, so that a
+signal never reaches another process that was given the same pid.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import select
 import signal
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,6 +27,20 @@ from keepstep.types import Status
 DIE_S = 10.0
 """From SIGKILL to the end of a process: longer only while it is stuck in the kernel."""
 MAX_ROUNDS = 100
+NOT_CONFIRMED = 1
+
+
+def confirmed(question: str, args: argparse.Namespace) -> bool:
+    if args.yes:
+        return True
+    try:
+        answer = input(f"{question} [y/N] ")
+    except EOFError:
+        raise KeeperError("nobody is there to confirm it", hint="--yes") from None
+    if answer.strip().lower() in ("y", "yes"):
+        return True
+    print("nothing was done", file=sys.stderr)
+    return False
 
 
 def ask_status(link: KeeperClient, config: Config) -> Status:
