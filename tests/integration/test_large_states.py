@@ -19,7 +19,7 @@ from keepstep.layout import SnapshotSize
 from keepstep.testing.run import LocalRun
 from keepstep.trainer.capture.host_copy import SmallHostTensors
 from keepstep.trainer.integrity.checks import SnapshotChecks
-from keepstep.trainer.restore.device_upload import UploadPlan
+from keepstep.trainer.restore.device_upload import UploadQueue
 
 
 class Watching:
@@ -96,7 +96,7 @@ def check_restored(config: keepstep.Config, before: Training, step: int) -> None
     assert after.bits() == before.bits()
 
 
-def test_restore_through_the_ring_is_exact(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_through_the_upload_buffers_is_exact(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Training(seed=1)
     with keepstep.Snapshotter(before.state, run.config()) as snapshots:
         snapshots.restore()
@@ -104,14 +104,14 @@ def test_restore_through_the_ring_is_exact(run: LocalRun, monkeypatch: pytest.Mo
         assert snapshots.take(1).wait(timeout_s=10) >= keepstep.Survives.PROCESS
         snapshots.close(finished=False)
     loaded: list[int] = []
-    monkeypatch.setattr(UploadPlan, "takes", lambda self, target: True)
-    add = UploadPlan.add
+    monkeypatch.setattr(UploadQueue, "accepts", lambda self, target: True)
+    add = UploadQueue.add
 
-    def count(self: UploadPlan, source: int | torch.Tensor, target: torch.Tensor) -> None:
+    def count(self: UploadQueue, source: int | torch.Tensor, target: torch.Tensor) -> None:
         loaded.append(target.numel())
         add(self, source, target)
 
-    monkeypatch.setattr(UploadPlan, "add", count)
+    monkeypatch.setattr(UploadQueue, "add", count)
     after = Training(seed=2)
     after.wide["columns"] = torch.randn(30, 20)  # the same shape with its elements in another order
     with keepstep.Snapshotter(after.state, run.config()) as snapshots:

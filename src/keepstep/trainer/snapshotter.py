@@ -42,9 +42,7 @@ from keepstep.trainer.plan.plan_cache import CachedPlan, PlanCache
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.replication import Replicas
 from keepstep.trainer.plan.stillness import Stillness
-from keepstep.trainer.restore.restore import RestoreRun
-from keepstep.trainer.restore.short_turns import short_turns
-from keepstep.trainer.restore.stopwatch import Stopwatch
+from keepstep.trainer.restore.restore import RestoreRun, Stopwatch, short_switch_interval
 from keepstep.trainer.restore.writer import Restored, sharded_modules
 from keepstep.trainer.results import PendingSnapshot, PendingSnapshots
 from keepstep.trainer.state.objects import MODULE, OPTIMIZER, STATEFUL, StateObjects, unwrap_optimizer
@@ -111,7 +109,7 @@ class Snapshotter:
         backward pass, run before the state is written, which makes DDP with three or more ranks exact.
         """
         self._check_open()
-        with short_turns():
+        with short_switch_interval():
             return self._restore(rehearsal)
 
     def _restore(self, rehearsal: Callable[[], object] | None) -> Restored | None:

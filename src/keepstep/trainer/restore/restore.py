@@ -6,9 +6,11 @@ While the keeper verifies the bytes, this process loads the kernels for fingerpr
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import closing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +29,9 @@ from keepstep.trainer.integrity.fingerprints import unframe
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.rank_arena import open_view
 from keepstep.trainer.plan.replication import Replicas
-from keepstep.trainer.restore.device_upload import PinnedUploader, UploadPlan, threads_for
+from keepstep.trainer.restore.device_upload import PinnedUploader, UploadQueue, threads_for
 from keepstep.trainer.restore.replica_chunks import ReplicaChunks
 from keepstep.trainer.restore.saved_snapshot import RandomStates, SavedSnapshot
-from keepstep.trainer.restore.stopwatch import Stopwatch
 from keepstep.trainer.restore.writer import Restored, StateWriter
 from keepstep.trainer.state import reader as states
 from keepstep.trainer.state.objects import MODULE, StateObjects
@@ -38,7 +39,46 @@ from keepstep.types import Source, Survives
 
 log = logging.getLogger("keepstep")
 
+SWITCH_INTERVAL_S = 0.0001  # Python's own is 5 ms.
+
 Rehearsal = Callable[[], object]
+
+
+@contextmanager
+def short_switch_interval() -> Iterator[None]:
+    """Give busy Python threads 0.1 ms of the GIL at a time instead of 5 ms.
+
+    Every call that releases the GIL, as each call into torch does, lets a thread that only computes (an import, a data
+    loader) run for one interval. A restore makes thousands of such calls: beside one busy thread 1,168 tensors took
+    33 s, and take 0.7 s with the short interval.
+    """
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(before_s, SWITCH_INTERVAL_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s + 5e-7)  # it counts microseconds, and rounds down
+
+
+class Stopwatch:
+    """Durations of the stages of one restore, for the log."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.monotonic()
+        self._laps: list[tuple[str, float]] = []
+
+    def lap(self, name: str) -> None:
+        """Record the time since the last lap."""
+        now = time.monotonic()
+        self._laps.append((name, now - self._last))
+        self._last = now
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._laps)
 
 
 @dataclass(frozen=True)
@@ -54,19 +94,19 @@ class RestoreRun:
     def run(self, rehearsal: Rehearsal | None, replicas: Callable[[], Replicas], watch: Stopwatch) -> Restored | None:
         """None when there is truly nothing."""
         self._warm_up()
-        ring = PinnedUploader(threads_for(self.place.local_world_size))
+        uploader = PinnedUploader(threads_for(self.place.local_world_size))
         try:
-            answer, fds = self._ask(ring)
+            answer, fds = self._ask(uploader)
             watch.lap("asking and checking")
             if answer.version is None:
                 return None
             with ReplicaChunks(fds[1:]) as sources, closing(open_view(fds[0], self.identity)) as view:
                 self._rehearse(rehearsal)
                 watch.lap("rehearsing")
-                saved = _read_snapshot(view, answer, sources, ring)
+                saved = _read_snapshot(view, answer, sources, uploader)
                 return self._load(saved, answer, replicas(), watch)
         finally:
-            ring.close()
+            uploader.close()
 
     def _warm_up(self) -> None:
         """Kernels take a second or two to load: meanwhile the keeper looks through what it has."""
@@ -76,9 +116,9 @@ class RestoreRun:
             if device.type == "cuda":
                 threading.Thread(target=parity.warm_up, args=(device, 1, 1), name="keepstep-warm", daemon=True).start()
 
-    def _ask(self, ring: PinnedUploader) -> tuple[RestoreFrom, list[int]]:
+    def _ask(self, uploader: PinnedUploader) -> tuple[RestoreFrom, list[int]]:
         """Ask the keeper, which verifies every byte before it answers; page-lock the upload buffers meanwhile."""
-        threading.Thread(target=ring.lock, name="keepstep-pin", daemon=True).start()
+        threading.Thread(target=uploader.lock, name="keepstep-pin", daemon=True).start()
         return self.link.request(WantRestore(), RestoreFrom, timeout_s=RESTORE_S)
 
     def _rehearse(self, rehearsal: Rehearsal | None) -> None:
@@ -121,7 +161,9 @@ class RestoreRun:
         )  # fmt: skip
 
 
-def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: ReplicaChunks, ring: PinnedUploader) -> SavedSnapshot:
+def _read_snapshot(
+    view: ArenaView, answer: RestoreFrom, sources: ReplicaChunks, uploader: PinnedUploader
+) -> SavedSnapshot:
     """The tree and tensors of a slot that the keeper has verified."""
     sealed = view.arena.sealed(answer.slot)
     if sealed is None or sealed.version != answer.version:
@@ -141,7 +183,7 @@ def _read_snapshot(view: ArenaView, answer: RestoreFrom, sources: ReplicaChunks,
     payload = view.payload(answer.slot)
     chunks = sources.chunks(layout, answer.streams, arena=view.bytes, payload=payload)
     return SavedSnapshot(
-        tree, layout, payload, chunks, prints, UploadPlan(ring, view.arena.segment, payload_span.offset)
+        tree, layout, payload, chunks, prints, UploadQueue(uploader, view.arena.segment, payload_span.offset)
     )
 
 

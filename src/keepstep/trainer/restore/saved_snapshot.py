@@ -13,7 +13,7 @@ from keepstep.layout import CHUNK_BYTES, Entry, Layout, TensorView
 from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.integrity.fingerprints import check_restored
 from keepstep.trainer.plan.tensor_blocks import flat_bytes, is_dense
-from keepstep.trainer.restore.device_upload import UploadPlan
+from keepstep.trainer.restore.device_upload import UploadQueue
 from keepstep.trainer.restore.replica_chunks import Chunks
 from keepstep.trainer.state import objects as s
 from keepstep.trainer.state.rng import dtype_named, from_inline, loader_generators, set_generator, set_rng_state
@@ -48,14 +48,14 @@ class SavedSnapshot:
         payload: torch.Tensor,
         streams: Mapping[str, Chunks] | None = None,
         prints: bytes = b"",
-        loads: UploadPlan | None = None,
+        uploads: UploadQueue | None = None,
     ) -> None:
-        """`loads`: how bytes get to devices; else they are copied from where they are."""
+        """`uploads` carries bytes to devices; without it they are copied straight from the arena."""
         self.tree, self.layout, self._payload = tree, layout, payload
         self._entries = layout.all_entries()
         self._chunks = [(streams or {})[stream.class_id] for stream in layout.streams for _ in stream.entries]
         """of the stream of each entry behind the rank's own"""
-        self._prints, self._loads = prints, loads
+        self._prints, self._uploads = prints, uploads
         self._on_devices: list[tuple[int, torch.Tensor, str]] = []
         """(offset in the payload, bytes, path) of what was written to devices in one piece"""
 
@@ -74,10 +74,10 @@ class SavedSnapshot:
     def write(self, target: torch.Tensor, ref: TensorRef) -> torch.Tensor:
         """Copy a saved tensor over one of the same shape and dtype. `target` never aliases the snapshot.
 
-        What goes to a device is there after `land`.
+        Bytes for a device have arrived after `finish_uploads`.
         """
         entry, piece, chunks = self._find(ref)
-        loads = self._loads if self._loads is not None and self._loads.takes(target) else None
+        uploads = self._uploads if self._uploads is not None and self._uploads.accepts(target) else None
         if chunks is None:
             view = self._view(entry, piece)
             if not (is_dense(target) and target.numel() and _same_order(target, view)):
@@ -85,20 +85,20 @@ class SavedSnapshot:
             start, flat = entry.offset + piece.start, flat_bytes(target.detach())
             if target.is_cuda:
                 self._on_devices.append((start, flat, piece.path))
-            if loads is None:
+            if uploads is None:
                 return copy_bits(target, view)
-            loads.add(start, flat)
+            uploads.add(start, flat)
             return target
         if not is_dense(target) or not target.is_contiguous():
             return copy_bits(target, self._gather(entry, piece, chunks))
         _check_in_stream(entry, piece, target.dtype)
-        _fill(flat_bytes(target.detach()), entry.offset + piece.start, chunks, loads)
+        _fill(flat_bytes(target.detach()), entry.offset + piece.start, chunks, uploads)
         return target
 
-    def land(self) -> None:
-        """What was written to devices so far is there afterwards."""
-        if self._loads is not None:
-            self._loads.run()
+    def finish_uploads(self) -> None:
+        """Wait until all that was written so far has arrived on its device."""
+        if self._uploads is not None:
+            self._uploads.run()
 
     def check_devices(self) -> int:
         """Fingerprints that were taken at the source against what has come to devices. Raises IntegrityError."""
@@ -182,12 +182,12 @@ def _check_in_stream(entry: Entry, piece: TensorView, dtype: torch.dtype) -> Non
         expected *= size
 
 
-def _fill(target: torch.Tensor, start: int, chunks: Chunks, loads: UploadPlan | None) -> None:
+def _fill(target: torch.Tensor, start: int, chunks: Chunks, uploads: UploadQueue | None) -> None:
     """Fill a flat tensor with the bytes of a stream from `start` on."""
     for begin, part in _parts(start, target.numel(), chunks):
         there = target[begin : begin + part.numel()]
-        if loads is not None:
-            loads.add(part, there)
+        if uploads is not None:
+            uploads.add(part, there)
         else:
             there.copy_(part, non_blocking=True)
 

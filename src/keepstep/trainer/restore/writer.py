@@ -97,7 +97,7 @@ class StateWriter:
         with torch.no_grad():
             for write in writes:
                 write()
-        self._saved.land()
+        self._saved.finish_uploads()
 
     # Each kind of object
 
@@ -133,7 +133,7 @@ class StateWriter:
         self._give(item, self._saved.values(tree))
 
     def _give(self, item: s.StateObject, state: Any) -> None:
-        self._saved.land()  # it may look at tensors that are written already
+        self._saved.finish_uploads()  # it may look at tensors that are written already
         try:
             item.thing.load_state_dict(state)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Bytes through a ring of buffers: every one arrives where it belongs, however the stretches lie."""
+"""Uploads through a pool of buffers: every byte arrives where it belongs, however the ranges lie."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keepstep import faults
 from keepstep.arena.memfd import Memfd
 from keepstep.errors import IntegrityError
 from keepstep.trainer.restore import device_upload as module
-from keepstep.trainer.restore.device_upload import PinnedUploader, UploadPlan, UploadRange, plan, threads_for
+from keepstep.trainer.restore.device_upload import PinnedUploader, UploadQueue, UploadRange, plan, threads_for
 
 SIZE = 1_000_000
 
@@ -40,7 +40,7 @@ def segment() -> Iterator[Memfd]:
 
 
 def draw(rng: random.Random) -> list[tuple[int, int]]:
-    """(offset, size) of stretches that do not overlap, with and without room between them."""
+    """(offset, size) of ranges that do not overlap, with and without room between them."""
     found, at = [], rng.randrange(200)
     while True:
         size = rng.choice([1, 7, 64, 999, 10_000, 10_001, 35_000])
@@ -55,47 +55,39 @@ def test_every_byte_arrives(segment: Memfd, seed: int) -> None:
     rng = random.Random(seed)
     places = draw(rng)
     elsewhere = [torch.frombuffer(bytearray(os.urandom(n)), dtype=torch.uint8) for n in (1, 10_000, 25_001)]
-    stretches = [UploadRange(at, torch.zeros(size, dtype=torch.uint8)) for at, size in places]
-    stretches += [UploadRange(source, torch.zeros_like(source)) for source in elsewhere]
-    rng.shuffle(stretches)
-    ring = PinnedUploader(rng.randint(1, 5))
-    ring.load(segment, stretches)
-    ring.close()
-    for source, target in stretches:
+    ranges = [UploadRange(at, torch.zeros(size, dtype=torch.uint8)) for at, size in places]
+    ranges += [UploadRange(source, torch.zeros_like(source)) for source in elsewhere]
+    rng.shuffle(ranges)
+    uploader = PinnedUploader(rng.randint(1, 5))
+    uploader.load(segment, ranges)
+    uploader.close()
+    for source, target in ranges:
         expected = segment.read(source, target.numel()) if isinstance(source, int) else bytes(source.numpy())
         assert bytes(target.numpy()) == expected
 
 
-class LateDevice(module._Sending):
-    """Reads a buffer when it is waited for, and not before."""
+class LateCopy:
+    """An event of a device that reads a buffer only when somebody waits for the copy."""
 
-    def send(self, piece: module.UploadPiece, buffer: np.ndarray) -> None:
-        self._late = [*getattr(self, "_late", []), piece]
-        self._sent.append(([], buffer))
+    def __init__(self, piece: module.UploadPiece, buffer: np.ndarray, streams: object) -> None:
+        self._piece, self._buffer = piece, buffer
 
-    def has_arrived(self) -> bool:
+    def query(self) -> bool:
         return False
 
-    def wait_for_one(self) -> np.ndarray:
-        buffer, piece = self._sent[0][1], self._late.pop(0)
-        for at, target in piece.parts:
-            target.copy_(torch.from_numpy(buffer)[at : at + target.numel()])
-        return super().wait_for_one()
-
-    def __exit__(self, *exc: object) -> None:
-        while self._sent:
-            self.wait_for_one()
-        super().__exit__(*exc)
+    def synchronize(self) -> None:
+        for at, target in self._piece.parts:
+            target.copy_(torch.from_numpy(self._buffer)[at : at + target.numel()])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_buffer_is_not_filled_again_before_its_copy_has_ended(
     segment: Memfd, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    monkeypatch.setattr(module, "_Sending", LateDevice)
-    ring, target = PinnedUploader(threads), torch.zeros(SIZE, dtype=torch.uint8)
-    ring.load(segment, [UploadRange(0, target)])
-    ring.close()
+    monkeypatch.setattr(module, "_copy_piece", lambda *args: [LateCopy(*args)])
+    uploader, target = PinnedUploader(threads), torch.zeros(SIZE, dtype=torch.uint8)
+    uploader.load(segment, [UploadRange(0, target)])
+    uploader.close()
     assert bytes(target.numpy()) == segment.read(0, SIZE)
 
 
@@ -140,7 +132,7 @@ class FakeStream:
 def test_every_stream_is_waited_for_whatever_fails(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     fake = Fake(monkeypatch, fails=fails)
     expected = pytest.raises(RuntimeError, match="CUDA error") if fails else nullcontext()
-    with expected, module._Sending(["a", "b"]):  # type: ignore[arg-type]
+    with expected, PinnedUploader(1)._current_streams(dict.fromkeys("ab")):  # type: ignore[arg-type]
         assert fake.current == ["a", "b"]
         if fails == "body":
             raise RuntimeError("CUDA error")
@@ -150,7 +142,8 @@ def test_every_stream_is_waited_for_whatever_fails(monkeypatch: pytest.MonkeyPat
 
 def test_a_device_that_fails_at_first_leaves_the_callers_streams_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake(monkeypatch, fails="enter b")
-    with pytest.raises(RuntimeError, match="CUDA error"), module._Sending(["a", "b"]):  # type: ignore[arg-type]
+    streams = PinnedUploader(1)._current_streams(dict.fromkeys("ab"))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="CUDA error"), streams:
         pass
     assert fake.current == []
 
@@ -166,22 +159,22 @@ def test_without_threads_to_be_had_it_fails_and_leaves_none(segment: Memfd, monk
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", third_fails)
-    ring = PinnedUploader(4)
+    uploader = PinnedUploader(4)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        ring.load(segment, [UploadRange(0, torch.zeros(SIZE, dtype=torch.uint8))])
-    ring.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("keepstep-ring")]
+        uploader.load(segment, [UploadRange(0, torch.zeros(SIZE, dtype=torch.uint8))])
+    uploader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("keepstep-upload")]
 
 
 def test_what_lies_side_by_side_is_read_together_and_what_is_large_is_cut(segment: Memfd) -> None:
-    def stretch(at: int, size: int) -> UploadRange:
+    def upload_range(at: int, size: int) -> UploadRange:
         return UploadRange(at, torch.zeros(size, dtype=torch.uint8))
 
-    together = plan([stretch(5_000, 1_000), stretch(0, 4_900)])
+    together = plan([upload_range(5_000, 1_000), upload_range(0, 4_900)])
     assert [(piece.source, piece.size_bytes, len(piece.parts)) for piece in together] == [(0, 6_000, 2)]
-    apart = plan([stretch(0, 1_000), stretch(1_101, 1_000)])
+    apart = plan([upload_range(0, 1_000), upload_range(1_101, 1_000)])
     assert [(piece.source, piece.size_bytes) for piece in apart] == [(0, 1_000), (1_101, 1_000)]
-    cut = plan([stretch(50, 25_000)])
+    cut = plan([upload_range(50, 25_000)])
     assert [(piece.source, piece.size_bytes) for piece in cut] == [(50, 10_000), (10_050, 10_000), (20_050, 5_000)]
 
 
@@ -195,10 +188,10 @@ def test_bad_memory_is_an_error_that_says_so_and_ends_all_threads(segment: Memfd
             raise OSError(5, "Input/output error")
 
     faults.install(fail)
-    ring = PinnedUploader(3)
+    uploader = PinnedUploader(3)
     with pytest.raises(IntegrityError, match="memory of the arena is bad"):
-        ring.load(segment, [UploadRange(0, torch.zeros(SIZE, dtype=torch.uint8))])
-    ring.close()
+        uploader.load(segment, [UploadRange(0, torch.zeros(SIZE, dtype=torch.uint8))])
+    uploader.close()
     assert reads < 20
 
 
@@ -218,12 +211,12 @@ def test_nothing_is_written_after_an_interruption(segment: Memfd) -> None:
 
     before = signal.signal(signal.SIGUSR1, raise_it)
     faults.install(interrupt)
-    ring, target = PinnedUploader(2), torch.zeros(SIZE, dtype=torch.uint8)
+    uploader, target = PinnedUploader(2), torch.zeros(SIZE, dtype=torch.uint8)
     with pytest.raises(KeyboardInterrupt):
-        ring.load(segment, [UploadRange(0, target)])
+        uploader.load(segment, [UploadRange(0, target)])
     signal.signal(signal.SIGUSR1, before)
-    ring.close()
-    ours = [thread for thread in threading.enumerate() if thread.name.startswith("keepstep-ring")]
+    uploader.close()
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("keepstep-upload")]
     assert not any(thread.is_alive() for thread in ours)
     assert not target[SIZE // 2 :].any()
 
@@ -235,15 +228,15 @@ def test_more_ranks_than_cores_share_one_thread_each(segment: Memfd, monkeypatch
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     assert threads_for(8) == 2  # cores of its own
     target = torch.zeros(50, dtype=torch.uint8)
-    ring = PinnedUploader(0)
-    ring.load(segment, [UploadRange(7, target)])
-    ring.close()
+    uploader = PinnedUploader(0)
+    uploader.load(segment, [UploadRange(7, target)])
+    uploader.close()
     assert bytes(target.numpy()) == segment.read(7, 50)
 
 
 def test_loads_are_counted_from_the_payload_and_done_once(segment: Memfd) -> None:
-    ring = PinnedUploader(1)
-    loads = UploadPlan(ring, segment, payload_offset=1_000)
+    uploader = PinnedUploader(1)
+    loads = UploadQueue(uploader, segment, payload_offset=1_000)
     first, second = torch.zeros(50, dtype=torch.uint8), torch.zeros(60, dtype=torch.uint8)
     loads.add(10, first)
     loads.run()
@@ -253,8 +246,8 @@ def test_loads_are_counted_from_the_payload_and_done_once(segment: Memfd) -> Non
     loads.run()
     assert bytes(second.numpy()) == segment.read(1_100, 60)
     assert not first.any()
-    ring.close()
-    ring.lock()  # too late, and no matter
+    uploader.close()
+    uploader.lock()  # too late, and no matter
     loads.add(10, first)
     with pytest.raises(AssertionError, match="closed"):
         loads.run()
