@@ -123,8 +123,9 @@ class Trainer:
         self.used = grant.serial
         version, values = Version(self.incarnation, step), str(step).encode()
         header = TrainerHeader(
-            h.WRITING, self.rank, self.world, 0, 1, 0, version, len(LAYOUT), len(values), self.size_bytes,
-            digest(LAYOUT), time.time(),
+            state=h.WRITING, rank=self.rank, world_size=self.world, local_index=0, local_world_size=1, flags=0,
+            version=version, layout_bytes=len(LAYOUT), values_bytes=len(values), payload_bytes=self.size_bytes,
+            layout_digest=digest(LAYOUT), written_at=time.time(),
         )  # fmt: skip
         arena.write_trainer_header(grant.slot, header)
         arena.segment.write(arena.layout_span(grant.slot).offset, LAYOUT)

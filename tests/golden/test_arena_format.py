@@ -71,7 +71,7 @@ GRANT_HEX = (
 )  # fmt: skip
 
 LEDGER = Ledger(
-    LIFE, base=Version(OLDER, -1), complete=None, serial=9, current=Version(LIFE, 5), protected=None,
+    incarnation=LIFE, base=Version(OLDER, -1), complete=None, serial=9, current=Version(LIFE, 5), protected=None,
     target=Version(LIFE, 6), protected_by=(1, 2, 3), epoch=0x31, seq=0x32, attempt=0x33, settled=0x34,
 )  # fmt: skip
 LEDGER_HEX = (
@@ -194,7 +194,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     arena = Arena.create(ARENA)
     try:
         arena.write_grant(Grant(LIFE, 10, 1, 0))
-        arena.write_ledger(Ledger(LIFE, None, None, 1))
+        arena.write_ledger(Ledger(incarnation=LIFE, base=None, complete=None, serial=1))
         write_snapshot(arena, 0, 10)
         seal(arena, 0, Version(LIFE, 10))
         arena.write_progress(Progress(LIFE, 10))
@@ -203,7 +203,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
         arena.write_grant(Grant(LIFE, 12, 3, 0))
         write_snapshot(arena, 0, 12)
         seal(arena, 0, Version(LIFE, 12))
-        arena.write_ledger(Ledger(LIFE, None, Version(LIFE, 12), 2))
+        arena.write_ledger(Ledger(incarnation=LIFE, base=None, complete=Version(LIFE, 12), serial=2))
         arena.write_progress(Progress(LIFE, 12))
         yield arena
     finally:

@@ -148,8 +148,10 @@ class ActingTrainer:
 
     def _write_header(self, slot: int, state: int, version: Version) -> None:
         header = TrainerHeader(
-            state, self.rank, self.world_size, self.rank, self.world_size, 0, version,
-            len(self.encoded), len(VALUES), self.payload_bytes, digest(self.encoded), time.time(),
+            state=state, rank=self.rank, world_size=self.world_size, local_index=self.rank,
+            local_world_size=self.world_size, flags=0, version=version, layout_bytes=len(self.encoded),
+            values_bytes=len(VALUES), payload_bytes=self.payload_bytes, layout_digest=digest(self.encoded),
+            written_at=time.time(),
         )  # fmt: skip
         self.arena.write_trainer_header(slot, header)
 

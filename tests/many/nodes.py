@@ -165,8 +165,9 @@ class PlainTrainer:
         payload, values = content(self.rank, step, self.size_bytes), str(step).encode()
         rank, world, index, local = self.place
         header = TrainerHeader(
-            h.WRITING, rank, world, index, local, 0, version, len(LAYOUT), len(values), len(payload),
-            digest(LAYOUT), time.time(),
+            state=h.WRITING, rank=rank, world_size=world, local_index=index, local_world_size=local, flags=0,
+            version=version, layout_bytes=len(LAYOUT), values_bytes=len(values), payload_bytes=len(payload),
+            layout_digest=digest(LAYOUT), written_at=time.time(),
         )  # fmt: skip
         arena, slot = self.arena, grant.slot
         arena.write_trainer_header(slot, header)

@@ -52,7 +52,7 @@ class Record(Protocol):
 R = TypeVar("R", bound=Record)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainerHeader:
     """Whose snapshot a slot holds and how far its writer got. Written by the trainer only."""
 
@@ -97,11 +97,14 @@ class TrainerHeader:
         (state, rank, world, index, local, flags, number, nonce, step, layout, values, payload, shared, digest, at) = (
             cls._STRUCT.unpack_from(body)
         )
-        version = Version(Incarnation(number, nonce), step)
-        return cls(state, rank, world, index, local, flags, version, layout, values, payload, digest, at, shared)
+        return cls(
+            state=state, rank=rank, world_size=world, local_index=index, local_world_size=local, flags=flags,
+            version=Version(Incarnation(number, nonce), step), layout_bytes=layout, values_bytes=values,
+            payload_bytes=payload, layout_digest=digest, written_at=at, shared_offset=shared,
+        )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KeeperHeader:
     """That a slot is sealed, and the digest of its checksum table. Written by the keeper only."""
 
@@ -126,7 +129,10 @@ class KeeperHeader:
     @classmethod
     def parse(cls, body: bytes) -> Self:
         state, chunks, number, nonce, step, sequence, trainer, table, at = cls._STRUCT.unpack_from(body)
-        return cls(state, chunks, Version(Incarnation(number, nonce), step), sequence, trainer, table, at)
+        return cls(
+            state=state, num_chunks=chunks, version=Version(Incarnation(number, nonce), step),
+            trainer_sequence=sequence, trainer_digest=trainer, table_digest=table, sealed_at=at,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,7 @@ class Grant:
         return cls(incarnation, step, serial, slot, before)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ledger:
     """What a keeper must still know after its own death. Written by the keeper into every memfd of its node."""
 
@@ -210,8 +216,9 @@ class Ledger:
             _unpack_version(data) if there >> bit & 1 else None for bit, data in enumerate(packed)
         )
         return cls(
-            Incarnation(number, nonce), base, complete, serial, current, protected, target,
-            (by_number, by_nonce, by_attempt), epoch, seq, both >> 32, both & 0xFFFFFFFF,
+            incarnation=Incarnation(number, nonce), base=base, complete=complete, serial=serial, current=current,
+            protected=protected, target=target, protected_by=(by_number, by_nonce, by_attempt), epoch=epoch, seq=seq,
+            attempt=both >> 32, settled=both & 0xFFFFFFFF,
         )  # fmt: skip
 
 
@@ -296,7 +303,7 @@ def write_pair(record: Record, pair: bytes, write: Callable[[int, bytes], None])
     return sequence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ArenaHeader:
     """What an arena is, in its first 1,024 bytes. Written once, by the keeper, before the memfd is handed out."""
 
@@ -345,4 +352,8 @@ class ArenaHeader:
             raise IntegrityError("the arena header contradicts itself")
         run_id = run[:run_len].decode(errors="replace")
         node_id = node[:node_len].decode(errors="replace")
-        return cls(slots, index, gen, lay, val, tab, pay, stride, first, aid, inst, run_id, node_id)
+        return cls(
+            num_slots=slots, local_index=index, generation=gen, layout_capacity=lay, values_capacity=val,
+            table_capacity=tab, payload_capacity=pay, slot_stride=stride, first_slot=first, arena_id=aid,
+            instance=inst, run_id=run_id, node_id=node_id,
+        )  # fmt: skip

@@ -268,7 +268,7 @@ def test_each_record_is_written_into_its_own_page_and_nowhere_else(arena: Arena)
     assert keeper is not None
     writes: list[tuple[Callable[[], None], int]] = [
         (lambda: arena.write_grant(Grant(LIFE, 1, 1, 0)), PAGE),
-        (lambda: arena.write_ledger(Ledger(LIFE, None, None, 1)), 2 * PAGE),
+        (lambda: arena.write_ledger(Ledger(incarnation=LIFE, base=None, complete=None, serial=1)), 2 * PAGE),
         (lambda: arena.write_progress(Progress(LIFE, 1)), 3 * PAGE),
         (lambda: arena.write_trainer_header(1, trainer_header(12, h.WRITING)), arena.slot_offset(1)),
         (lambda: arena.write_keeper_header(1, keeper), arena.slot_offset(1) + PAGE),
@@ -327,9 +327,20 @@ def test_arena_for_an_empty_snapshot_can_hold_and_seal_it() -> None:
 
 RECORDS: list[tuple[h.Record, h.Record, h.Record]] = [
     (trainer_header(1, h.WRITING), trainer_header(1, h.COMMITTED), trainer_header(2, h.WRITING)),
-    tuple(KeeperHeader(h.SEALED, i, version(i), i, bytes([i]) * 16, bytes(16), float(i)) for i in (1, 2, 3)),
+    tuple(
+        KeeperHeader(
+            state=h.SEALED,
+            num_chunks=i,
+            version=version(i),
+            trainer_sequence=i,
+            trainer_digest=bytes([i]) * 16,
+            table_digest=bytes(16),
+            sealed_at=float(i),
+        )
+        for i in (1, 2, 3)
+    ),
     tuple(Grant(LIFE, i, i, 0, Grant(LIFE, i - 1, i - 1, 1) if i > 1 else None) for i in (1, 2, 3)),
-    tuple(Ledger(LIFE, version(i), None, i) for i in (1, 2, 3)),
+    tuple(Ledger(incarnation=LIFE, base=version(i), complete=None, serial=i) for i in (1, 2, 3)),
     tuple(Progress(LIFE, i) for i in (1, 2, 3)),
 ]  # type: ignore[assignment]
 each_kind = pytest.mark.parametrize("records", RECORDS, ids=lambda records: type(records[0]).__name__)
@@ -454,7 +465,7 @@ def test_ledger_tells_no_version_from_a_version_of_zeros() -> None:
     zero = Version(Incarnation(0, 0), 0)
     for base in (None, zero):
         for complete in (None, zero):
-            ledger = Ledger(LIFE, base, complete, 4)
+            ledger = Ledger(incarnation=LIFE, base=base, complete=complete, serial=4)
             assert h.decode_copy(Ledger, h.encode_copy(ledger, 1)) == (1, ledger)
 
 
@@ -470,12 +481,12 @@ def test_a_trainer_uses_the_grants_of_its_page_in_order() -> None:
 
 def test_arena_of_the_same_run_and_node_is_adopted_with_everything_in_it(arena: Arena) -> None:
     take_and_seal(arena, 0, 10)
-    arena.write_ledger(Ledger(LIFE, None, version(10), 3))
+    arena.write_ledger(Ledger(incarnation=LIFE, base=None, complete=version(10), serial=3))
     other = Arena.adopt(os.dup(arena.segment.fd), run_id=RUN, node_id=NODE)
     try:
         assert other.header == arena.header
         assert other.arena_id == arena.arena_id
-        assert other.ledger() == Ledger(LIFE, None, version(10), 3)
+        assert other.ledger() == Ledger(incarnation=LIFE, base=None, complete=version(10), serial=3)
         assert restored(other, 0) == 10
     finally:
         other.close()
@@ -565,7 +576,7 @@ def test_writers_of_different_records_do_not_disturb_each_other(arena: Arena) ->
     thread.start()
     for serial in range(rounds):
         arena.write_grant(Grant(LIFE, serial, serial, 0))
-        arena.write_ledger(Ledger(LIFE, None, None, serial))
+        arena.write_ledger(Ledger(incarnation=LIFE, base=None, complete=None, serial=serial))
         for slot in range(2):
             if committed := arena.committed(slot):
                 with contextlib.suppress(IntegrityError):

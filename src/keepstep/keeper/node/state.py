@@ -312,9 +312,11 @@ class NodeState:
         self.do(
             WriteLedger(
                 Ledger(
-                    self.incarnation, kept.base, self.remembered, self.ledger_serial, kept.complete, kept.protected,
-                    kept.target, (by.incarnation.number, by.incarnation.nonce, by.attempt) if by else (0, 0, 0),
-                    kept.epoch if same else 0, kept.seq if same else 0, kept.attempt, self.settled,
+                    incarnation=self.incarnation, base=kept.base, complete=self.remembered, serial=self.ledger_serial,
+                    current=kept.complete, protected=kept.protected, target=kept.target,
+                    protected_by=(by.incarnation.number, by.incarnation.nonce, by.attempt) if by else (0, 0, 0),
+                    epoch=kept.epoch if same else 0, seq=kept.seq if same else 0, attempt=kept.attempt,
+                    settled=self.settled,
                 )
             )
         )  # fmt: skip

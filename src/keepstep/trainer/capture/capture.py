@@ -133,9 +133,11 @@ class Capture:
         self._check_budget(schedule.eager)
         arena = view.arena
         header = TrainerHeader(
-            h.WRITING, self._place.rank, self._place.world_size, self._place.local_index,
-            self._place.local_world_size, h.INEXACT if inexact else 0, version, len(plan.encoded), 0,
-            plan.payload_bytes, plan.layout_digest, time.time(), plan.layout.shared_offset,
+            state=h.WRITING, rank=self._place.rank, world_size=self._place.world_size,
+            local_index=self._place.local_index, local_world_size=self._place.local_world_size,
+            flags=h.INEXACT if inexact else 0, version=version, layout_bytes=len(plan.encoded), values_bytes=0,
+            payload_bytes=plan.payload_bytes, layout_digest=plan.layout_digest, written_at=time.time(),
+            shared_offset=plan.layout.shared_offset,
         )  # fmt: skip
         sequence = arena.write_trainer_header(slot, header)
         view.write_layout(slot, plan)

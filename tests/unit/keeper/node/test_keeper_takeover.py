@@ -177,7 +177,7 @@ def test_an_arena_that_is_given_back_late_does_not_change_the_incarnation_that_s
     node.snapshot(0)
     old = dataclasses.replace(node.own(0), arena_id="stray", slots=[("free", None)] * 2)
     serving = node.core.incarnation
-    old.ledger = Ledger(Incarnation(serving.number, serving.nonce + 1), None, None, 1)
+    old.ledger = Ledger(incarnation=Incarnation(serving.number, serving.nonce + 1), base=None, complete=None, serial=1)
     node.do(node.described(old))
     assert node.core.incarnation == serving
 
