@@ -15,7 +15,7 @@ from keepstep.trainer.capture.device_lane import PIECE_BYTES, DeviceLane
 from keepstep.trainer.capture.small_tensors import make_batches
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
-from keepstep.trainer.plan.units import CopyOp
+from keepstep.trainer.plan.copy_plan import CopyOp
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,9 +24,9 @@ from keepstep.trainer.capture.job import CaptureJob
 from keepstep.trainer.connection.environment import RankPlace, World
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.plan import arena_size
+from keepstep.trainer.plan.copy_plan import PlanTurns
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.tensor_blocks import build, flat_bytes
-from keepstep.trainer.plan.turns import PlanTurns
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
 from keepstep.types import Incarnation, Version
 

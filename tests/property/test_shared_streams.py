@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from keepstep.layout import CHUNK_BYTES, Layout, ReplicaSet, decode
 from keepstep.parity.code import Code
 from keepstep.trainer.connection.environment import Ranks, World
-from keepstep.trainer.plan.copy_plan import CopyPlan
+from keepstep.trainer.plan.copy_plan import CopyPlan, PlanTurns
 from keepstep.trainer.plan.parity_ops import ParityOp
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.tensor_blocks import build
-from keepstep.trainer.plan.turns import PlanTurns
 from keepstep.trainer.restore.replica_chunks import Chunks
 from keepstep.trainer.restore.saved_snapshot import SavedSnapshot
 from keepstep.values import TensorRef

@@ -369,7 +369,7 @@ def test_rank_that_stores_a_part_restores_from_the_arenas_of_all(
 
 def test_part_of_a_stream_without_the_rest_is_refused() -> None:
     piece = TensorView("x", "uint8", (2 * CHUNK_BYTES,), (1,), 0, (2 * CHUNK_BYTES,), (0,), False)
-    stream = ReplicaShares(World(0, (0, 0, 1, 1))).stream(
+    stream = ReplicaShares(World(0, (0, 0, 1, 1))).replica_set(
         (0, 1, 2, 3), (Entry(0, 2 * CHUNK_BYTES, (piece,)),), offset=0
     )
     assert stream.chunks == (0,)

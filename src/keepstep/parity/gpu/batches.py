@@ -121,7 +121,7 @@ class EncodeBatch:
             self._tables.run()
             return
         for rows, sources, outs in self._stripes:
-            whole = [_in_one(source) for source in sources]
+            whole = [one_piece(source, outs[0].device) for source in sources]
             for row, out in zip(rows, outs, strict=True):
                 encode(row, self._code.k, self._code.m, whole, out)
 
@@ -206,7 +206,10 @@ class FingerprintBatch:
             return result
         # A span of nothing has no chunk, and the fingerprint of zeros.
         nothing = torch.zeros(1, FINGERPRINT_BYTES, dtype=torch.uint8, device=self._device)
-        whole = [*(self._cuts.spans() if self._cuts is not None else ()), *(_in_one(parts) for parts in self._spans)]
+        whole = [
+            *(self._cuts.spans() if self._cuts is not None else ()),
+            *(one_piece(parts, self._device) for parts in self._spans),
+        ]
         rows = [nothing if span is None or not span.numel() else fingerprints(span) for span in whole]
         return torch.cat([nothing[:0], *rows])
 
@@ -217,6 +220,27 @@ def warm_up(device: torch.device | str, k: int, m: int) -> None:
     kernels = _kernels(found)
     if kernels is not None:
         kernels.warm_up(found, k, m)
+
+
+def one_piece(source: Source, device: torch.device) -> Tensor | None:
+    """A chunk in one piece of memory on `device`, up to its last byte; None for an absent one.
+
+    A chunk that is one tensor there is not copied.
+    """
+    parts = _parts(source)
+    if not parts:
+        return None
+    if len(parts) == 1 and parts[0].begin == 0 and parts[0].source.device == device:
+        return parts[0].source
+    chunk = torch.zeros(parts[-1].end, dtype=torch.uint8, device=device)
+    for part in parts:
+        chunk[part.begin : part.end].copy_(part.source, non_blocking=True)
+    return chunk
+
+
+def is_word_aligned(tensor: Tensor) -> bool:
+    """Whether it can be viewed as int64, which devices copy several times as fast."""
+    return not (tensor.numel() % WORD_BYTES or tensor.data_ptr() % WORD_BYTES or tensor.storage_offset() % WORD_BYTES)
 
 
 def encode_words(row: int, k: int, m: int, sources: Sequence[Tensor | None], out: Tensor) -> None:
@@ -293,19 +317,6 @@ def _parts(source: Source) -> Sequence[TensorBytes]:
     return [TensorBytes(0, source)] if isinstance(source, Tensor) else source
 
 
-def _in_one(source: Source) -> Tensor | None:
-    """In one piece of memory, as far as it reaches."""
-    parts = _parts(source)
-    if not parts:
-        return None
-    if len(parts) == 1 and parts[0].begin == 0:
-        return parts[0].source
-    gathered = parts[0].source.new_zeros(parts[-1].end)
-    for part in parts:
-        gathered[part.begin : part.end] = part.source
-    return gathered
-
-
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
@@ -357,7 +368,7 @@ def _ranges(ends: Sequence[int], size: int, block: int) -> Iterator[tuple[int, i
 def _sum(terms: Sequence[tuple[int, Tensor]], out: Tensor) -> None:
     """out = the sum of coefficient times source, all of one length."""
     tensors = [out, *(source for _, source in terms)]
-    if all(_has_words(tensor) for tensor in tensors):
+    if all(is_word_aligned(tensor) for tensor in tensors):
         tensors = [tensor.view(torch.int64) for tensor in tensors]
     total, sources = tensors[0], tensors[1:]
     total.zero_()
@@ -369,10 +380,6 @@ def _sum(terms: Sequence[tuple[int, Tensor]], out: Tensor) -> None:
         for (coefficient, _), source in zip(terms, sources, strict=True):
             if coefficient >> bit & 1:
                 total.bitwise_xor_(source)
-
-
-def _has_words(tensor: Tensor) -> bool:
-    return not (tensor.numel() % WORD_BYTES or tensor.data_ptr() % WORD_BYTES or tensor.storage_offset() % WORD_BYTES)
 
 
 def _double(words: Tensor, carry: Tensor) -> None:
@@ -387,7 +394,7 @@ def _double(words: Tensor, carry: Tensor) -> None:
 
 def _fingerprints(chunks: Tensor) -> Tensor:
     """Of whole chunks, one per row."""
-    if not _has_words(chunks.view(-1)):
+    if not is_word_aligned(chunks.view(-1)):
         chunks = chunks.clone()
     first, words = FOLDS[0], chunks.view(torch.int64)
     width = first.block_bytes // WORD_BYTES

@@ -39,9 +39,8 @@ from keepstep.trainer.capture.small_tensors import SmallTensorBatches
 from keepstep.trainer.connection.environment import RankPlace
 from keepstep.trainer.integrity.fingerprints import frame
 from keepstep.trainer.memory.arena_view import ArenaView
-from keepstep.trainer.plan.copy_plan import CopyPlan
+from keepstep.trainer.plan.copy_plan import CopyOp, CopyPlan
 from keepstep.trainer.plan.parity_ops import ParityOp
-from keepstep.trainer.plan.units import CopyOp
 from keepstep.trainer.state.optimizer_fence import CopyGate, OptimizerFence
 from keepstep.types import Version
 

@@ -27,9 +27,8 @@ from keepstep import faults
 from keepstep.layout import align
 from keepstep.trainer.capture.device_lane import PIECE_BYTES, DeviceLane, timing_event
 from keepstep.trainer.capture.small_tensors import SmallTensorBatch, foreach_copies
-from keepstep.trainer.plan.coded_runs import ParityRun, coded_runs
 from keepstep.trainer.plan.copy_plan import CopySchedule
-from keepstep.trainer.plan.parity_ops import ParityOp
+from keepstep.trainer.plan.parity_ops import ParityOp, ParityRun, parity_runs
 
 log = logging.getLogger("keepstep")
 
@@ -87,7 +86,7 @@ class TransferPlan:
                 parity_ops.append(op)
             else:
                 pieces += cut(payload[op.offset : op.offset + op.size_bytes], op.source, op.owners)
-        for run in coded_runs(parity_ops):
+        for run in parity_runs(parity_ops):
             pieces.append(CopyPiece(payload[run.offset : run.offset + run.size_bytes], run, run.owners))
         return cls(payload, batches, pieces)
 

@@ -19,9 +19,8 @@ from keepstep.trainer.capture.device_lane import PIECE_BYTES
 from keepstep.trainer.capture.job import CaptureCost, CaptureJob
 from keepstep.trainer.capture.next_checks import FULL_CHECKS
 from keepstep.trainer.capture.small_tensors import adjacent_runs
-from keepstep.trainer.plan.copy_plan import CopySchedule
+from keepstep.trainer.plan.copy_plan import CopyOp, CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
-from keepstep.trainer.plan.units import CopyOp
 from keepstep.trainer.state.optimizer_fence import CopyGate
 
 THROTTLED_PIECE_BYTES = 1 << 20

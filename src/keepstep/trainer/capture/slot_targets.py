@@ -11,9 +11,8 @@ import torch
 from keepstep.trainer.capture.device_copy import TransferPlan
 from keepstep.trainer.capture.small_tensors import SmallTensorBatches
 from keepstep.trainer.memory.arena_view import ArenaView
-from keepstep.trainer.plan.copy_plan import CopySchedule
+from keepstep.trainer.plan.copy_plan import CopyOp, CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
-from keepstep.trainer.plan.units import CopyOp
 
 
 class SlotTargets:

@@ -9,9 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from keepstep.layout import ALIGN
-from keepstep.parity.gpu.batches import CopyBatch
-from keepstep.trainer.plan.copy_plan import CopySchedule
-from keepstep.trainer.plan.units import CopyOp
+from keepstep.parity.gpu.batches import CopyBatch, is_word_aligned
+from keepstep.trainer.plan.copy_plan import CopyOp, CopySchedule
 
 MAX_TENSORS_PER_CALL = 2048  # A call with more of them holds the interpreter for milliseconds.
 
@@ -109,7 +108,7 @@ def foreach_copies(
     words: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for target, source in zip(targets, sources, strict=True):
-        aligned = _is_word_aligned(target) and _is_word_aligned(source)
+        aligned = is_word_aligned(target) and is_word_aligned(source)
         into, out_of = words if aligned else rest
         into.append(target.view(torch.int64) if aligned else target)
         out_of.append(source.view(torch.int64) if aligned else source)
@@ -118,7 +117,3 @@ def foreach_copies(
         for into, out_of in (words, rest)
         for start in range(0, len(into), MAX_TENSORS_PER_CALL)
     ]
-
-
-def _is_word_aligned(part: torch.Tensor) -> bool:
-    return not (part.numel() % 8 or part.data_ptr() % 8 or part.storage_offset() % 8)

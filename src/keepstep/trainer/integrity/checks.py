@@ -9,9 +9,8 @@ import torch
 
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints, Over
 from keepstep.trainer.integrity.samples import HostSamples
-from keepstep.trainer.plan.copy_plan import CopySchedule
+from keepstep.trainer.plan.copy_plan import CopyOp, CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
-from keepstep.trainer.plan.units import CopyOp
 
 
 @dataclass

@@ -22,9 +22,9 @@ from keepstep.errors import IntegrityError
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import coefficients, weighted_sum
 from keepstep.parity.fingerprint import FINGERPRINT_BYTES, combine, fingerprint
-from keepstep.parity.gpu.batches import ByteRanges, FingerprintBatch, TensorBytes
+from keepstep.parity.gpu.batches import ByteRanges, FingerprintBatch
+from keepstep.trainer.plan.copy_plan import CopyOp
 from keepstep.trainer.plan.parity_ops import ParityOp
-from keepstep.trainer.plan.units import CopyOp
 
 SHARE = 64
 AT_ONCE = 16
@@ -69,9 +69,7 @@ class DeviceFingerprints:
         self.device = units[0].device
         self._rng, chosen = rng, None if whole else rng
         self._plain, self._coded = ChunkSample.of(plain, chosen), ChunkSample.of(coded, chosen)
-        sources = [
-            [TensorBytes(part.begin, part.source) for part in parts] for unit in self._drawn() for parts in unit.chunks
-        ]
+        sources = [parts for unit in self._drawn() for parts in unit.chunks]
         begin = self._plain.offset - np.array([unit.offset for unit in plain], dtype=np.int64)[self._plain.unit]
         cuts = ByteRanges([unit.source for unit in plain], self._plain.unit, begin, self._plain.size)
         self._batch = FingerprintBatch(sources, cuts)

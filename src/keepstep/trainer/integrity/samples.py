@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from keepstep.layout import ALIGN, align
+from keepstep.trainer.plan.copy_plan import CopyOp
 from keepstep.trainer.plan.parity_ops import ParityOp
-from keepstep.trainer.plan.units import CopyOp
 
 # A lazily copied tensor is sampled at `take`: this share of its bytes, within these bounds.
 SAMPLE_SHARE = 256
@@ -39,7 +39,7 @@ class SampleWindow:
         offset = rng.randrange(unit.size_bytes - size + 1)
         coded = unit.window(offset, size) if isinstance(unit, ParityOp) else None
         sources = (
-            [part.source for part in coded.parts()] if coded is not None else [unit.source[offset : offset + size]]  # type: ignore[union-attr]
+            [part.source for part in coded.inputs()] if coded is not None else [unit.source[offset : offset + size]]  # type: ignore[union-attr]
         )
         return cls(unit, offset, size, sources, coded)
 

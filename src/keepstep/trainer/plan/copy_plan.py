@@ -16,14 +16,33 @@ from functools import cached_property
 
 import torch
 
-from keepstep.layout import Layout, digest
-from keepstep.trainer.plan.parity_ops import ParityOp, coded_units
-from keepstep.trainer.plan.ranges import cut, gaps, runs
-from keepstep.trainer.plan.tensor_blocks import Block, Blocks, SharedBlocks
-from keepstep.trainer.plan.units import CopyOp
+from keepstep.layout import SHARE, Layout, digest
+from keepstep.trainer.plan.parity_ops import ParityOp, parity_ops
+from keepstep.trainer.plan.replica_shares import ReplicaShares, chunk_runs, entry_ranges, gaps, turn_of
+from keepstep.trainer.plan.tensor_blocks import Block, Blocks, SharedBlocks, turned
 from keepstep.trainer.state.optimizer_fence import WatchedOptimizer
 
-SMALL_BYTES = 65536  # tensors up to this size are copied inside `take`, all together: the gates of a copy cost more
+SMALL_BYTES = 65536  # Tensors up to this size are copied inside `take`, all together: the gates of a copy cost more.
+
+
+@dataclass(frozen=True)
+class CopyOp:
+    """Bytes of one block, and their place in the payload. Of a block of a replica set, perhaps a part only."""
+
+    source: torch.Tensor
+    offset: int
+    size_bytes: int
+    path: str
+    owners: frozenset[int]  # optimizers (by index) that write it; empty: nothing fences it
+    block: Block
+
+    @property
+    def device(self) -> torch.device:
+        return self.source.device
+
+    @property
+    def read_bytes(self) -> int:
+        return self.size_bytes
 
 
 @dataclass
@@ -102,8 +121,31 @@ class CopyPlan:
         return schedule
 
 
+class PlanTurns:
+    """The plans of one layout, one per turn of its replica sets; `first` is the plan at turn 0."""
+
+    def __init__(
+        self, blocks: Blocks, sharing: ReplicaShares | None, watched: list[WatchedOptimizer], small_bytes: int
+    ) -> None:
+        self._blocks, self._sharing = blocks, sharing
+        self._watched, self._small_bytes = watched, small_bytes
+        self.first = plan_copies(blocks, watched, small_bytes)
+        sizes = [shared.replica_set.n for shared in blocks.shared if shared.replica_set.mode == SHARE]
+        self._num_turns = max(sizes, default=1)
+        self._plans = {0: self.first}
+
+    def at(self, step: int) -> CopyPlan:
+        turn = turn_of(step, self._num_turns)
+        if turn not in self._plans:
+            assert self._sharing is not None
+            plan = plan_copies(turned(self._blocks, self._sharing, turn), self._watched, self._small_bytes)
+            plan.history = self.first.history
+            self._plans[turn] = plan
+        return self._plans[turn]
+
+
 def plan_copies(blocks: Blocks, watched: list[WatchedOptimizer], small_bytes: int) -> CopyPlan:
-    """Classify every block by size and by who writes it."""
+    """Classify every block by its size and its writers."""
     encoded = blocks.layout.encode()
     plan = CopyPlan(blocks.layout, encoded, digest(encoded))
     owned = [w.storages() for w in watched]
@@ -111,39 +153,39 @@ def plan_copies(blocks: Blocks, watched: list[WatchedOptimizer], small_bytes: in
         if block.entry.size_bytes == 0:
             continue
         owners = _owners(block, owned)
-        unit = CopyOp(block.source(), block.entry.offset, block.entry.size_bytes, block.entry.path, owners, block)
-        _classify(plan, unit, small_bytes)
+        op = CopyOp(block.source(), block.entry.offset, block.entry.size_bytes, block.entry.path, owners, block)
+        _classify(plan, op, small_bytes)
     for shared in blocks.shared:
         _plan_shared(plan, shared, owned, small_bytes)
-    # Where one optimizer's tensors are copied together, it can step while the next one's are still copied.
-    plan.fenced.sort(key=lambda unit: (sorted(unit.owners), unit.offset))
+    # With one optimizer's tensors copied together, it can step while the next one's are still being copied.
+    plan.fenced.sort(key=lambda op: (sorted(op.owners), op.offset))
     return plan
 
 
-def _classify(plan: CopyPlan, unit: CopyOp, small_bytes: int) -> None:
+def _classify(plan: CopyPlan, op: CopyOp, small_bytes: int) -> None:
     """By the block's size: a small end of a large tensor is fenced like the rest of it."""
-    size = unit.block.entry.size_bytes
-    if unit.block.materialise or not (unit.owners or size <= small_bytes):
-        plan.unfenced.append(unit)
+    size = op.block.entry.size_bytes
+    if op.block.materialise or not (op.owners or size <= small_bytes):
+        plan.unfenced.append(op)
     elif size <= small_bytes:
-        plan.small.append(unit)
+        plan.small.append(op)
     else:
-        plan.fenced.append(unit)
+        plan.fenced.append(op)
 
 
 def _plan_shared(plan: CopyPlan, shared: SharedBlocks, owned: list[set[int]], small_bytes: int) -> None:
-    """The parts of a stream's tensors that this rank stores, and the parity that it computes."""
-    blocks, stream = shared.blocks, shared.stream
+    """The parts of a replica set's tensors that this rank stores, and the parity that it computes."""
+    blocks, replica_set = shared.blocks, shared.replica_set
     sources = [block.source() for block in blocks]
     owners = [_owners(block, owned) for block in blocks]
-    for run in runs(stream):
-        for index, begin, end in cut(stream.entries, run.start, run.start + run.size_bytes):
-            place, block = run.offset + blocks[index].entry.offset + begin - run.start, blocks[index]
-            unit = CopyOp(sources[index][begin:end], place, end - begin, block.entry.path, owners[index], block)
-            _classify(plan, unit, small_bytes)
-    for coded in coded_units(stream, sources, owners):
-        (plan.fenced if coded.fenced else plan.unfenced).append(coded)
-    plan.gaps += gaps(stream)
+    for run in chunk_runs(replica_set):
+        for index, begin, end in entry_ranges(replica_set.entries, run.start, run.start + run.size_bytes):
+            offset, block = run.offset + blocks[index].entry.offset + begin - run.start, blocks[index]
+            op = CopyOp(sources[index][begin:end], offset, end - begin, block.entry.path, owners[index], block)
+            _classify(plan, op, small_bytes)
+    for parity_op in parity_ops(replica_set, sources, owners):
+        (plan.fenced if parity_op.fenced else plan.unfenced).append(parity_op)
+    plan.gaps += gaps(replica_set)
 
 
 def _owners(block: Block, owned: list[set[int]]) -> frozenset[int]:

@@ -1,51 +1,36 @@
-"""Parity that a rank computes from its own replica, where the replica lies (`parity.replicated = share`).
+"""Parity that a rank computes from its own replica, on the device that holds it (`parity.replicated = share`).
 
-A parity chunk is a sum over the k chunks of its stripe row, and those are bytes of several tensors. Where a chunk lies
-in one tensor it is read in place, otherwise its pieces are gathered first. All of it must be read before an optimizer
-that owns any of them writes: to fences and gates a parity chunk is a copy with several sources.
+A parity chunk is a sum over the k chunks of its stripe row, whose bytes belong to several tensors. A chunk that is part
+of one tensor is read in place; other chunks are assembled first. All of it must be read before an optimizer that owns
+any of it writes: for fences and gates a parity chunk is a copy with several sources.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from keepstep.layout import CHUNK_BYTES, ReplicaSet
-from keepstep.parity.gpu.batches import encode
-from keepstep.trainer.plan.ranges import cut
+from keepstep.parity.gpu.batches import EncodeBatch, Stripe, TensorBytes, encode, one_piece
+from keepstep.trainer.plan.replica_shares import entry_ranges
 
-
-@dataclass(frozen=True)
-class ParityInput:
-    """Bytes of one tensor inside a chunk."""
-
-    source: torch.Tensor
-    begin: int
-    """in the chunk"""
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.source.numel()
+MAX_RUN_CHUNKS = 16  # 64 MiB: the result of a run is one copy to the host.
 
 
 @dataclass(frozen=True)
 class ParityOp:
-    """One parity chunk: how it is made and where it goes."""
+    """One parity chunk: what it is computed from, and its place in the payload."""
 
-    chunks: tuple[tuple[ParityInput, ...], ...]
-    """the sources, by index in the code; fewer than k at the end of the stream"""
+    chunks: tuple[tuple[TensorBytes, ...], ...]  # by index in the code; fewer than k at the end of the replica set
     k: int
     m: int
-    row: int
-    """of the code"""
+    row: int  # of the code
     offset: int
-    path: str
-    """the first tensor in it, for messages"""
-    owners: frozenset[int]
-    """all optimizers that write any of it"""
-    fenced: bool
-    """whether each byte of it has an owner"""
+    path: str  # of the first tensor in it, for messages
+    owners: frozenset[int]  # all optimizers that write any of it
+    fenced: bool  # every byte of it has an owner
     size_bytes: int = CHUNK_BYTES
 
     @property
@@ -54,22 +39,21 @@ class ParityOp:
 
     @property
     def read_bytes(self) -> int:
-        return sum(part.source.numel() for parts in self.chunks for part in parts)
+        return sum(part.source.numel() for part in self.inputs())
 
-    def parts(self) -> list[ParityInput]:
+    def inputs(self) -> list[TensorBytes]:
         return [part for parts in self.chunks for part in parts]
 
     def compute(self, out: torch.Tensor) -> torch.Tensor:
         """Fill `out`, on the device of the tensors, with the parity."""
-        sources = [_in_one(parts, out.device) for parts in self.chunks]
-        return self._mix(sources, out)
+        return self._encode([one_piece(parts, out.device) for parts in self.chunks], out)
 
     def window(self, begin: int, size_bytes: int) -> ParityOp:
-        """The same for a stretch of the chunk only; parts begin where they begin in the stretch."""
+        """The same for a range of the chunk; inputs count from the begin of the range."""
         end = begin + size_bytes
         chunks = tuple(
             tuple(
-                ParityInput(part.source[max(begin - part.begin, 0) : end - part.begin], max(part.begin, begin) - begin)
+                TensorBytes(max(part.begin, begin) - begin, part.source[max(begin - part.begin, 0) : end - part.begin])
                 for part in parts
                 if part.begin < end and part.end > begin
             )
@@ -79,50 +63,82 @@ class ParityOp:
             chunks, self.k, self.m, self.row, self.offset + begin, self.path, self.owners, self.fenced, size_bytes
         )
 
-    def compute_from(self, taken: list[torch.Tensor]) -> torch.Tensor:
-        """The parity on the CPU of these bytes, in the order of `parts()`, in place of what stands there now."""
-        left = iter(taken)
-        sources: list[torch.Tensor] = []
+    def compute_from(self, sampled: list[torch.Tensor]) -> torch.Tensor:
+        """The parity, on the CPU, of these bytes in place of the current ones; in the order of `inputs()`."""
+        remaining = iter(sampled)
+        sources: list[torch.Tensor | None] = []
         for parts in self.chunks:
-            whole = torch.zeros(self.size_bytes, dtype=torch.uint8)
+            chunk = torch.zeros(self.size_bytes, dtype=torch.uint8)
             for part in parts:
-                whole[part.begin : part.end] = next(left)
-            sources.append(whole)
-        return self._mix(list(sources), torch.empty(self.size_bytes, dtype=torch.uint8))
+                chunk[part.begin : part.end] = next(remaining)
+            sources.append(chunk)
+        return self._encode(sources, torch.empty(self.size_bytes, dtype=torch.uint8))
 
-    def _mix(self, sources: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    def _encode(self, sources: list[torch.Tensor | None], out: torch.Tensor) -> torch.Tensor:
         encode(self.row, self.k, self.m, [*sources, *[None] * (self.k - len(sources))], out)
         return out
 
 
-def _in_one(parts: tuple[ParityInput, ...], device: torch.device) -> torch.Tensor:
-    """A chunk in one piece of memory, as far as it reaches; gaps between tensors are zero."""
-    if len(parts) == 1 and parts[0].begin == 0 and parts[0].source.device == device:
-        return parts[0].source
-    gathered = torch.zeros(max(part.end for part in parts), dtype=torch.uint8, device=device)
-    for part in parts:
-        gathered[part.begin : part.end].copy_(part.source, non_blocking=True)
-    return gathered
+class ParityRun:
+    """Parity chunks of a device that are adjacent in the payload: computed by one call, copied to the host by one copy.
+
+    Tables of addresses are made at first use, once for each buffer that the result is written to.
+    """
+
+    def __init__(self, ops: Sequence[ParityOp]) -> None:
+        self._ops = ops
+        self._batches: dict[int, EncodeBatch] = {}
+        self.offset = ops[0].offset
+        self.size_bytes = sum(op.size_bytes for op in ops)
+        self.owners = frozenset[int]().union(*(op.owners for op in ops))
+
+    def compute(self, out: torch.Tensor, setup: torch.cuda.Stream) -> torch.Tensor:
+        """Queue it on the current stream; what the host must wait for runs on `setup`."""
+        batch = self._batches.get(out.data_ptr())
+        if batch is None:
+            with torch.cuda.stream(setup):
+                batch = self._batches[out.data_ptr()] = self._batch(out)
+        batch.run()
+        return out
+
+    def _batch(self, out: torch.Tensor) -> EncodeBatch:
+        stripes, start = [], 0
+        for op in self._ops:
+            absent = [None] * (op.k - len(op.chunks))
+            stripes.append(Stripe([op.row], [*op.chunks, *absent], [out[start : start + op.size_bytes]]))
+            start += op.size_bytes
+        return EncodeBatch(self._ops[0].k, self._ops[0].m, stripes)
 
 
-def coded_units(stream: ReplicaSet, sources: list[torch.Tensor], owners: list[frozenset[int]]) -> list[ParityOp]:
-    """The parity of a stream that this rank stores; `sources` and `owners` by entry."""
-    k = stream.n - stream.m
-    found: list[ParityOp] = []
-    for stored in stream.stored():
+def parity_runs(ops: Sequence[ParityOp]) -> list[ParityRun]:
+    runs: list[list[ParityOp]] = []
+    for op in sorted(ops, key=lambda op: op.offset):
+        last = runs[-1][-1] if runs else None
+        follows = last is not None and last.offset + last.size_bytes == op.offset
+        if not (follows and last is not None and (last.k, last.m) == (op.k, op.m) and len(runs[-1]) < MAX_RUN_CHUNKS):
+            runs.append([])
+        runs[-1].append(op)
+    return [ParityRun(run) for run in runs]
+
+
+def parity_ops(replica_set: ReplicaSet, sources: list[torch.Tensor], owners: list[frozenset[int]]) -> list[ParityOp]:
+    """The parity of a replica set that this rank stores; `sources` and `owners` by entry."""
+    k, entries = replica_set.n - replica_set.m, replica_set.entries
+    ops: list[ParityOp] = []
+    for stored in replica_set.stored():
         if stored.chunk >= 0:
             continue
-        chunks: list[tuple[ParityInput, ...]] = []
-        entries: list[int] = []
-        for chunk in range(stored.row * k, min((stored.row + 1) * k, stream.num_chunks)):
+        chunks: list[tuple[TensorBytes, ...]] = []
+        used: list[int] = []
+        for chunk in range(stored.row * k, min((stored.row + 1) * k, replica_set.num_chunks)):
             start = chunk * CHUNK_BYTES
-            ranges = list(cut(stream.entries, start, start + CHUNK_BYTES))
-            chunks.append(
-                tuple(ParityInput(sources[i][a:b], stream.entries[i].offset + a - start) for i, a, b in ranges)
-            )
-            entries += [index for index, _, _ in ranges]
-        writers = [owners[index] for index in entries]
-        path = stream.entries[entries[0]].path
-        every = frozenset[int]().union(*writers)
-        found.append(ParityOp(tuple(chunks), k, stream.m, stored.code_row, stored.offset, path, every, all(writers)))
-    return found
+            ranges = list(entry_ranges(entries, start, start + CHUNK_BYTES))
+            chunks.append(tuple(TensorBytes(entries[i].offset + a - start, sources[i][a:b]) for i, a, b in ranges))
+            used += [index for index, _, _ in ranges]
+        writers = [owners[index] for index in used]
+        all_writers = frozenset[int]().union(*writers)
+        path = entries[used[0]].path
+        ops.append(
+            ParityOp(tuple(chunks), k, replica_set.m, stored.code_row, stored.offset, path, all_writers, all(writers))
+        )
+    return ops

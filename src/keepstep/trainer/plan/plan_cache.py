@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from keepstep.trainer.plan import tensor_blocks
-from keepstep.trainer.plan.copy_plan import CopyPlan
+from keepstep.trainer.plan.copy_plan import CopyPlan, PlanTurns
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.replication import Replicas
 from keepstep.trainer.plan.stillness import Check, SpotCheck, Stillness
-from keepstep.trainer.plan.turns import PlanTurns
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
 from keepstep.trainer.state.reader import StateReader, StateReading
 from keepstep.trainer.state.structure import StateStructure

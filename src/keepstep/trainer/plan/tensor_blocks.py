@@ -54,9 +54,9 @@ class Block:
 
 @dataclass(frozen=True)
 class SharedBlocks:
-    """A stream, and where its bytes come from; the entries of these blocks count in the stream."""
+    """A replica set and the sources of its bytes; the entries of these blocks count in the set."""
 
-    stream: ReplicaSet
+    replica_set: ReplicaSet
     blocks: tuple[Block, ...]
 
 
@@ -100,25 +100,27 @@ def build(
     places = {member: (entry, piece) for entry, members in enumerate(order) for piece, member in enumerate(members)}
     refs = tuple(places[index] for index in range(len(tensors)))
     own_layout = Layout(tuple(block.entry for block in blocks), refs)
-    return _with_streams(Blocks(own_layout, tuple(blocks)), sources, sharing, turn=0)
+    return _with_replica_sets(Blocks(own_layout, tuple(blocks)), sources, sharing, turn=0)
 
 
 def turned(blocks: Blocks, sharing: ReplicaShares, turn: int) -> Blocks:
     """The same state with the parts of its streams dealt out to other holders."""
-    return _with_streams(blocks, [(one.stream.ranks, list(one.blocks)) for one in blocks.shared], sharing, turn)
+    return _with_replica_sets(
+        blocks, [(part.replica_set.ranks, list(part.blocks)) for part in blocks.shared], sharing, turn
+    )
 
 
-def _with_streams(
+def _with_replica_sets(
     blocks: Blocks, sources: list[tuple[Ranks, list[Block]]], sharing: ReplicaShares | None, turn: int
 ) -> Blocks:
     offset = blocks.layout.shared_offset
     shared: list[SharedBlocks] = []
     for ranks, members in sources:
         assert sharing is not None
-        stream = sharing.stream(ranks, tuple(block.entry for block in members), offset=offset, turn=turn)
-        shared.append(SharedBlocks(stream, tuple(members)))
-        offset += align(stream.stored_bytes, CHUNK_BYTES)
-    layout = Layout(blocks.layout.entries, blocks.layout.refs, tuple(one.stream for one in shared))
+        replica_set = sharing.replica_set(ranks, tuple(block.entry for block in members), offset=offset, turn=turn)
+        shared.append(SharedBlocks(replica_set, tuple(members)))
+        offset += align(replica_set.stored_bytes, CHUNK_BYTES)
+    layout = Layout(blocks.layout.entries, blocks.layout.refs, tuple(part.replica_set for part in shared))
     return Blocks(layout, blocks.blocks, tuple(shared))
 
 

@@ -13,7 +13,7 @@ import torch
 from keepstep.errors import CaptureError
 from keepstep.layout import ALIGN, align
 from keepstep.trainer.capture.host_copy import MAX_BUFFERS_PER_CALL, SmallHostTensors
-from keepstep.trainer.plan.units import CopyOp
+from keepstep.trainer.plan.copy_plan import CopyOp
 
 START = 4096
 

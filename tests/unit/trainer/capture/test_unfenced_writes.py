@@ -16,7 +16,7 @@ from keepstep.trainer.capture.capture import Capture
 from keepstep.trainer.capture.job import CaptureJob
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
-from keepstep.trainer.plan.units import CopyOp
+from keepstep.trainer.plan.copy_plan import CopyOp
 from keepstep.trainer.state.optimizer_fence import CopyGate, OptimizerFence
 
 HOST = torch.device("cpu")

@@ -12,7 +12,7 @@ from keepstep.errors import IntegrityError
 from keepstep.trainer.capture.small_tensors import make_batches
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import ROW, DeviceFingerprints, check_restored, frame, unframe
-from keepstep.trainer.plan.units import CopyOp
+from keepstep.trainer.plan.copy_plan import CopyOp
 
 SIZES = (9 << 20, 100, 5_000_001, 4 << 20)
 
