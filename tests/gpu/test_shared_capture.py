@@ -101,13 +101,13 @@ def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: in
                 step(params, optimizer)
             plan = turns.at(number)
             assert plan.schedule(fence.watched).lazy or number == 2
-            expected = [stream_bytes(stream, tensors) for stream in plan.layout.streams]
+            expected = [stream_bytes(stream, tensors) for stream in plan.layout.replica_sets]
             version = Version(Incarnation(1, 1), number)
             capture.begin(view, number % 2, version, plan, inexact=False, behind=lambda: b"values")
             step(params, optimizer)  # waits where it must
             job, reason = over.get(timeout=60)
             assert not reason, reason
-            for stream, whole in zip(plan.layout.streams, expected, strict=True):
+            for stream, whole in zip(plan.layout.replica_sets, expected, strict=True):
                 check(stream, whole, view.payload(job.slot))
     finally:
         capture.close()

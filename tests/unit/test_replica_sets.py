@@ -28,7 +28,7 @@ ENTRIES = (
 SIZE = 9 * MiB + 7
 
 
-def stream(**changes: Any) -> ReplicaSet:
+def replica_set(**changes: Any) -> ReplicaSet:
     """Nine and a bit MiB in three chunks, held by two ranks on each of two nodes; all of it is stored."""
     ranks = changes.get("ranks", (0, 1, 2, 3))
     made = ReplicaSet(
@@ -38,8 +38,8 @@ def stream(**changes: Any) -> ReplicaSet:
     return msgspec.structs.replace(made, **changes)
 
 
-def layout(*streams: ReplicaSet, **changes: Any) -> Layout:
-    made = Layout((Entry(0, 8, (piece("x", 8),)),), ((0, 0), (2, 0), (1, 0)), streams or (stream(),))
+def layout(*replica_sets: ReplicaSet, **changes: Any) -> Layout:
+    made = Layout((Entry(0, 8, (piece("x", 8),)),), ((0, 0), (2, 0), (1, 0)), replica_sets or (replica_set(),))
     return msgspec.structs.replace(made, **changes)
 
 
@@ -49,31 +49,31 @@ def refused(changed: Layout, payload_bytes: int = 1 << 40) -> str:
     return str(caught.value)
 
 
-def test_layout_with_streams_is_read_back_as_it_was_written() -> None:
+def test_layout_with_replica_sets_is_read_back_as_it_was_written() -> None:
     made = layout()
     assert decode(made.encode(), payload_bytes=made.payload_bytes) == made
     assert (made.shared_offset, made.payload_bytes) == (64, 64 + SIZE)
 
 
-def test_references_count_own_entries_first_then_those_of_each_stream() -> None:
+def test_references_count_own_entries_first_then_those_of_each_replica_set() -> None:
     entries = layout().all_entries()
     assert [entries[entry].path for entry, _ in layout().refs] == ["x", "model.b", "model.a"]
     rows = describe(layout())
-    assert [row.get("stream") for row in rows] == [None, stream().class_id, stream().class_id]
+    assert [row.get("stream") for row in rows] == [None, replica_set().class_id, replica_set().class_id]
     assert "does not exist" in refused(layout(refs=((3, 0),)))
 
 
-def test_stored_chunks_lie_on_a_grid_and_only_the_last_of_the_stream_is_short() -> None:
-    places = [(s.offset, s.size_bytes, s.chunk) for s in stream().stored()]
+def test_stored_chunks_lie_on_a_grid_and_only_the_last_of_the_replica_set_is_short() -> None:
+    places = [(s.offset, s.size_bytes, s.chunk) for s in replica_set().stored()]
     assert places == [(64, 4 * MiB, 0), (64 + 4 * MiB, 4 * MiB, 1), (64 + 8 * MiB, MiB + 7, 2)]
-    assert [s.size_bytes for s in stream(chunks=(2,)).stored()] == [MiB + 7]
-    assert [s.size_bytes for s in stream(chunks=(0, 1)).stored()] == [4 * MiB] * 2
-    assert stream(chunks=()).stored() == ()
-    assert stream(chunks=()).stored_bytes == 0
+    assert [s.size_bytes for s in replica_set(chunks=(2,)).stored()] == [MiB + 7]
+    assert [s.size_bytes for s in replica_set(chunks=(0, 1)).stored()] == [4 * MiB] * 2
+    assert replica_set(chunks=()).stored() == ()
+    assert replica_set(chunks=()).stored_bytes == 0
 
 
 def test_parity_stands_behind_the_chunks_and_a_short_chunk_before_it_is_padded() -> None:
-    shared = stream(mode="share", m=1, n=3, chunks=(2,), parity=((0, 0), (1, 0)))
+    shared = replica_set(mode="share", m=1, n=3, chunks=(2,), parity=((0, 0), (1, 0)))
     assert [(s.offset, s.size_bytes, s.chunk, s.row, s.code_row) for s in shared.stored()] == [
         (64, CHUNK_BYTES, 2, -1, -1),
         (64 + CHUNK_BYTES, CHUNK_BYTES, -1, 0, 0),
@@ -84,18 +84,18 @@ def test_parity_stands_behind_the_chunks_and_a_short_chunk_before_it_is_padded()
     assert decode(made.encode(), payload_bytes=made.payload_bytes) == made
 
 
-def test_rank_that_stores_nothing_of_a_stream_has_no_shared_part() -> None:
-    made = layout(stream(chunks=()))
+def test_rank_that_stores_nothing_of_a_replica_set_has_no_shared_part() -> None:
+    made = layout(replica_set(chunks=()))
     assert made.shared_offset == made.payload_bytes == 64
     assert decode(made.encode(), payload_bytes=64) == made
 
 
-def test_name_of_a_class_depends_on_its_holders_and_its_entries_only() -> None:
-    name = stream().class_id
+def test_class_id_depends_on_its_holders_and_its_entries_only() -> None:
+    name = replica_set().class_id
     assert class_id((0, 1, 2, 3), ENTRIES) == name
     assert class_id((0, 1, 2), ENTRIES) != name
     assert class_id((0, 1, 2, 3), ENTRIES[:1]) != name
-    assert stream(chunks=(1,), turn=1, nodes=(0, 1, 2, 3)).class_id == name
+    assert replica_set(chunks=(1,), turn=1, nodes=(0, 1, 2, 3)).class_id == name
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
@@ -116,7 +116,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "too many nodes": {"n": 256, "mode": "share"},
     "negative m": {"m": -1},
     "negative turn": {"turn": -1},
-    "chunk beyond the stream": {"chunks": (0, 3)},
+    "chunk beyond the replica set": {"chunks": (0, 3)},
     "negative chunk": {"chunks": (-1, 0)},
     "a chunk twice": {"chunks": (1, 1)},
     "chunks backwards": {"chunks": (1, 0)},
@@ -132,31 +132,31 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
-def test_stream_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
-    assert refused(layout(stream(**change)))
+def test_replica_set_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
+    assert refused(layout(replica_set(**change)))
 
 
-def test_stream_beyond_the_payload_or_over_another_is_refused() -> None:
+def test_replica_set_beyond_the_payload_or_over_another_is_refused() -> None:
     assert "beyond the payload" in refused(layout(), payload_bytes=64 + SIZE - 1)
-    assert "overlaps" in refused(layout(stream(), stream(offset=64 + 2 * CHUNK_BYTES)))
-    twice = layout(stream(), stream(offset=64 + 3 * CHUNK_BYTES))
-    assert "is there twice" in refused(twice, payload_bytes=twice.payload_bytes)
-    behind = stream(offset=64 + 3 * CHUNK_BYTES, ranks=(0, 1, 4, 5))
-    two = layout(stream(), behind)
+    assert "overlaps" in refused(layout(replica_set(), replica_set(offset=64 + 2 * CHUNK_BYTES)))
+    twice = layout(replica_set(), replica_set(offset=64 + 3 * CHUNK_BYTES))
+    assert "is listed twice" in refused(twice, payload_bytes=twice.payload_bytes)
+    behind = replica_set(offset=64 + 3 * CHUNK_BYTES, ranks=(0, 1, 4, 5))
+    two = layout(replica_set(), behind)
     assert decode(two.encode(), payload_bytes=two.payload_bytes) == two
 
 
-def test_more_streams_than_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "MAX_STREAMS", 0)
-    assert "too many streams" in refused(layout())
+def test_more_replica_sets_than_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "MAX_REPLICA_SETS", 0)
+    assert "too many replica sets" in refused(layout())
     monkeypatch.setattr(layouts, "MAX_ENTRIES", 1)
     assert "too many entries" in refused(layout())
 
 
 @fuzz
 @given(st.data())
-def test_damaged_layout_with_streams_is_refused_or_lies_within_bounds(data: st.DataObject) -> None:
-    made = layout(stream(mode="share", m=1, chunks=(1, 2), parity=((0, 0),)))
+def test_damaged_layout_with_replica_sets_is_refused_or_lies_within_bounds(data: st.DataObject) -> None:
+    made = layout(replica_set(mode="share", m=1, chunks=(1, 2), parity=((0, 0),)))
     encoded = bytearray(made.encode())
     for _ in range(data.draw(st.integers(1, 4))):
         encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
@@ -165,7 +165,7 @@ def test_damaged_layout_with_streams_is_refused_or_lies_within_bounds(data: st.D
     except IntegrityError:
         return
     end = accepted.shared_offset
-    for one in accepted.streams:
+    for one in accepted.replica_sets:
         stored = one.stored()
         assert len(stored) == len(one.chunks) + len(one.parity)
         for place in stored:

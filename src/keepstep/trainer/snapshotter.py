@@ -159,7 +159,7 @@ class Snapshotter:
         for unit in plan.ops:
             sizes[unit.device] += unit.size_bytes
         total = sum(sizes.values())
-        codes = {(stream.n - stream.m, stream.m) for stream in plan.layout.streams if stream.m}
+        codes = {(stream.n - stream.m, stream.m) for stream in plan.layout.replica_sets if stream.m}
         foreseen = {d: need.payload_bytes * size // total for d, size in sizes.items() if d.type == "cuda"}
         self._capture.lanes.prepare(foreseen, codes)
 

@@ -137,7 +137,7 @@ def test_state_in_a_stream_comes_back_bit_for_bit_in_the_same_objects(
     expected = save(live, config(), steps=5)
     with run.arenas() as (arena,):
         _, layout = newest(arena)
-    (stream,) = layout.streams
+    (stream,) = layout.replica_sets
     assert (stream.mode, stream.ranks, stream.nodes, stream.chunks) == (
         "full", (0, 1), (0, 1), tuple(range(stream.num_chunks)),
     )  # fmt: skip
@@ -299,7 +299,7 @@ def find_sources(fds: list[int]) -> list[ReplicaSetSource]:
     for index, fd in enumerate(fds):
         arena = Arena.adopt(fd, run_id=os.environ["KEEPSTEP_RUN_ID"], node_id=os.environ["KEEPSTEP_NODE_ID"])
         slot, layout = newest(arena)
-        for stream in layout.streams:
+        for stream in layout.replica_sets:
             chunks = found.setdefault(stream.class_id, ({}, stream.num_chunks))[0]
             for stored in stream.stored():
                 if stored.chunk >= 0:
@@ -343,7 +343,7 @@ def test_rank_that_stores_a_part_restores_from_the_arenas_of_all(
     assert all(theirs == expected for _, theirs in others), "replicas"
     with run.arenas() as (arena,):
         slot, layout = newest(arena)
-        (stream,) = layout.streams
+        (stream,) = layout.replica_sets
         assert 0 < len(stream.chunks) < stream.num_chunks
         assert bool(stream.parity) == (mode == "share")
         found = arena.trainer_header(slot)
@@ -392,7 +392,7 @@ def test_sources_that_lie_are_refused(run: LocalRun, monkeypatch: pytest.MonkeyP
         )
 
     with run.arenas() as (arena,):
-        count, size = newest(arena)[1].streams[0].num_chunks, arena.segment.size_bytes
+        count, size = newest(arena)[1].replica_sets[0].num_chunks, arena.segment.size_bytes
     lies = {
         "gave 1 of": changed(offsets=[0]),
         "points to descriptor 7": changed(fd_index=[7] * count),
@@ -427,7 +427,7 @@ def test_state_whose_holders_are_others_now_is_refused_by_path(run: LocalRun, mo
 def test_nothing_is_shared_on_a_single_node(run: LocalRun) -> None:
     save(make_state(), config())
     with run.arenas() as (arena,):
-        assert newest(arena)[1].streams == ()
+        assert newest(arena)[1].replica_sets == ()
         slot = newest(arena)[0]
         sealed = arena.sealed(slot)
         assert sealed is not None
@@ -455,7 +455,7 @@ def test_leftovers_of_an_earlier_layout_do_not_show_between_the_tensors_of_a_str
         time.sleep(0.02)
     with run.arenas() as arenas:
         slot, layout = newest(arenas[-1])
-        (stream,) = layout.streams
+        (stream,) = layout.replica_sets
         (first, second) = stream.entries
         at = arenas[-1].payload_span(slot).offset + stream.offset
         between = arenas[-1].segment.read(at + first.size_bytes, second.offset - first.size_bytes)

@@ -234,7 +234,7 @@ class SnapshotFetch:
         trainer = manifest.trainer
         encoded = arena.segment.read(arena.layout_span(slot).offset, trainer.layout_bytes)
         layout = layouts.decode(encoded, payload_bytes=trainer.payload_bytes)
-        stored = {one.offset: (stream, one) for stream in layout.streams for one in stream.stored()}
+        stored = {one.offset: (stream, one) for stream in layout.replica_sets for one in stream.stored()}
         holders = self._effect.holders
         stock = ReplicaIndex(self._peers, piece.version, holders, timeout_s=self._timeout_s, stopped=self._stopped)
         out = memoryview(bytearray(CHUNK_BYTES))

@@ -38,14 +38,14 @@ class LayoutIndex:
 def index_of(layout: layouts.Layout) -> LayoutIndex:
     data: dict[tuple[str, int], int] = {}
     parity: dict[tuple[str, int, int], int] = {}
-    for replica_set in layout.streams:
+    for replica_set in layout.replica_sets:
         for stored in replica_set.stored():
             number = (stored.offset - layout.shared_offset) // CHUNK_BYTES
             if stored.chunk >= 0:
                 data[replica_set.class_id, stored.chunk] = number
             else:
                 parity[replica_set.class_id, stored.row, stored.code_row] = number
-    bare = [msgspec.structs.replace(one, entries=(), ranks=(), nodes=()) for one in layout.streams]
+    bare = [msgspec.structs.replace(one, entries=(), ranks=(), nodes=()) for one in layout.replica_sets]
     return LayoutIndex(tuple(bare), data, parity)
 
 
@@ -54,7 +54,7 @@ def decode_layout(trainer: TrainerHeader, encoded: bytes) -> layouts.Layout:
     if layouts.digest(encoded) != trainer.layout_digest:
         raise IntegrityError("the layout does not match its digest")
     layout = layouts.decode(encoded, payload_bytes=trainer.payload_bytes)
-    if layout.streams and layout.shared_offset != trainer.shared_offset:
+    if layout.replica_sets and layout.shared_offset != trainer.shared_offset:
         raise IntegrityError("the layout and its header differ in where the shared part begins")
     return layout
 

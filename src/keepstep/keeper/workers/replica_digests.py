@@ -57,7 +57,7 @@ def answer(snapshot: SealedSnapshot, asked: ReplicaAudit) -> ReplicaAuditAnswer 
     if replica_set is None:
         return None
     if asked.chunks:
-        with_entries = next(one for one in snapshot.layout().streams if one.class_id == asked.class_id)
+        with_entries = next(one for one in snapshot.layout().replica_sets if one.class_id == asked.class_id)
         return ReplicaAuditAnswer(paths=_paths(with_entries, asked.chunks))
     rank = snapshot.sealed.trainer.rank
     if replica_set.mode == FULL:

@@ -44,7 +44,7 @@ def need_of(
 ) -> SnapshotSize:
     """Room for the state as it is now, and for what is still to come."""
     unique = plan.layout.unique_bytes + sum(align(one.size_bytes) for one in missing if one.ranks is None)
-    shared = _shared_bytes(plan.layout.streams, missing, sharing)
+    shared = _shared_bytes(plan.layout.replica_sets, missing, sharing)
     listed = ENTRY_BYTES * len(missing) + CHUNK_LISTED_BYTES * num_chunks(shared)
     return SnapshotSize(
         layout_bytes=len(plan.encoded) + len(plan.encoded) // 4 + LAYOUT_SPARE_BYTES + listed,

@@ -43,7 +43,7 @@ class ReplicaChunks:
             stream.class_id: self._given(stream, named[stream.class_id])
             if stream.class_id in named
             else _own(stream, payload)
-            for stream in layout.streams
+            for stream in layout.replica_sets
         }
 
     def _given(self, stream: ReplicaSet, source: ReplicaSetSource) -> Chunks:

@@ -53,7 +53,7 @@ class SavedSnapshot:
         """`uploads` carries bytes to devices; without it they are copied straight from the arena."""
         self.tree, self.layout, self._payload = tree, layout, payload
         self._entries = layout.all_entries()
-        self._chunks = [(streams or {})[stream.class_id] for stream in layout.streams for _ in stream.entries]
+        self._chunks = [(streams or {})[stream.class_id] for stream in layout.replica_sets for _ in stream.entries]
         """of the stream of each entry behind the rank's own"""
         self._prints, self._uploads = prints, uploads
         self._on_devices: list[tuple[int, torch.Tensor, str]] = []
@@ -65,7 +65,7 @@ class SavedSnapshot:
     def holders(self, ref: TensorRef) -> Ranks | None:
         """The ranks that held the tensor's bytes when it was saved; None: this rank alone."""
         index = self.layout.refs[ref.index][0] - len(self.layout.entries)
-        for stream in self.layout.streams:
+        for stream in self.layout.replica_sets:
             if 0 <= index < len(stream.entries):
                 return stream.ranks
             index -= len(stream.entries)

@@ -217,7 +217,7 @@ def test_layouts_of_many_tensors_are_decoded_once_for_all_snapshots_of_all_ranks
 
 def replace_turn(layout: Layout, turn: int) -> Layout:
     """Another layout of the same tensors, as every rank of a node has one."""
-    (stream,) = layout.streams
+    (stream,) = layout.replica_sets
     return Layout((), (), (msgspec.structs.replace(stream, turn=turn),))
 
 

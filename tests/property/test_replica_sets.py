@@ -1,4 +1,4 @@
-"""Tensors → streams → chunks on ranks and nodes → tensors is the identity, whoever stores what."""
+"""Tensors → replica sets → chunks on ranks and nodes → tensors is the identity, whoever stores what."""
 
 from __future__ import annotations
 
@@ -81,16 +81,17 @@ def jobs(draw: st.DrawFn) -> Job:
 
 def stored_chunks(layout: Layout, payload: torch.Tensor) -> dict[tuple[str, int], torch.Tensor]:
     return {
-        (stream.class_id, place.chunk): payload[place.offset : place.offset + stream.chunk_bytes(place.chunk)]
-        for stream in layout.streams
-        for place in stream.stored()
+        (replica_set.class_id, place.chunk): payload[place.offset : place.offset + replica_set.chunk_bytes(place.chunk)]
+        for replica_set in layout.replica_sets
+        for place in replica_set.stored()
         if place.chunk >= 0
     }
 
 
 def assert_restored(job: Job, layout: Layout, payload: torch.Tensor, held: dict[tuple[str, int], torch.Tensor]) -> None:
     chunks: dict[str, Chunks] = {
-        stream.class_id: [held[stream.class_id, q] for q in range(stream.num_chunks)] for stream in layout.streams
+        replica_set.class_id: [held[replica_set.class_id, q] for q in range(replica_set.num_chunks)]
+        for replica_set in layout.replica_sets
     }
     saved = SavedSnapshot({}, layout, payload, chunks)
     for index, tensor in enumerate(job.tensors):
@@ -128,11 +129,11 @@ def test_ranks_of_each_node_hold_all_of_every_class_once_and_give_it_back(job: J
 @given(jobs())
 def test_shared_part_is_no_larger_than_a_fair_part_and_a_chunk_per_class(job: Job) -> None:
     plan, payload = job.capture(0)
-    for stream in plan.layout.streams:
-        local = sum(node == 0 for node in stream.nodes)
-        assert stream.stored_bytes <= -(-stream.size_bytes // local) + CHUNK_BYTES
-        assert (stream.offset - plan.layout.shared_offset) % CHUNK_BYTES == 0
-        assert 0 in stream.ranks
+    for replica_set in plan.layout.replica_sets:
+        local = sum(node == 0 for node in replica_set.nodes)
+        assert replica_set.stored_bytes <= -(-replica_set.size_bytes // local) + CHUNK_BYTES
+        assert (replica_set.offset - plan.layout.shared_offset) % CHUNK_BYTES == 0
+        assert 0 in replica_set.ranks
     assert payload.numel() == plan.layout.payload_bytes
 
 
@@ -152,54 +153,56 @@ def test_shares_give_everything_back_after_any_loss_that_they_cover(
 ) -> None:
     job = everywhere(job)
     slots = [job.capture(rank, "share", losses, step) for rank in range(job.num_nodes * job.per_node)]
-    streams = slots[0][0].layout.streams
+    replica_sets = slots[0][0].layout.replica_sets
     m = min(losses, job.num_nodes - 1)
     lost = set(data.draw(st.permutations(range(job.num_nodes)))[:m])
     held: dict[tuple[str, int], torch.Tensor] = {}
     parity: dict[tuple[str, int, int], torch.Tensor] = {}
     for rank, (plan, payload) in enumerate(slots):
-        assert [stream.class_id for stream in plan.layout.streams] == [stream.class_id for stream in streams]
+        assert [replica_set.class_id for replica_set in plan.layout.replica_sets] == [
+            replica_set.class_id for replica_set in replica_sets
+        ]
         if rank // job.per_node in lost:
             continue
         chunks = stored_chunks(plan.layout, payload)
         assert not chunks.keys() & held.keys()
         held |= chunks
-        for stream in plan.layout.streams:
-            assert (stream.n, stream.m) == (job.num_nodes, m)
-            for place in stream.stored():
+        for replica_set in plan.layout.replica_sets:
+            assert (replica_set.n, replica_set.m) == (job.num_nodes, m)
+            for place in replica_set.stored():
                 if place.chunk < 0:
-                    parity[stream.class_id, place.row, place.code_row] = payload[place.offset :][:CHUNK_BYTES]
-                elif place.size_bytes > (used := stream.chunk_bytes(place.chunk)):
+                    parity[replica_set.class_id, place.row, place.code_row] = payload[place.offset :][:CHUNK_BYTES]
+                elif place.size_bytes > (used := replica_set.chunk_bytes(place.chunk)):
                     assert not payload[place.offset + used : place.offset + place.size_bytes].any(), "padding"
-    for stream in streams:
-        rebuild(stream, held, parity)
+    for replica_set in replica_sets:
+        rebuild(replica_set, held, parity)
     for rank, (plan, payload) in enumerate(slots):
         if rank in (0, len(slots) - 1):
             assert_restored(job, plan.layout, payload, held)
 
 
 def rebuild(
-    stream: ReplicaSet, held: dict[tuple[str, int], torch.Tensor], parity: dict[tuple[str, int, int], torch.Tensor]
+    replica_set: ReplicaSet, held: dict[tuple[str, int], torch.Tensor], parity: dict[tuple[str, int, int], torch.Tensor]
 ) -> None:
     """As a keeper would: what is missing of a stripe row, from what is left of it."""
-    k = stream.n - stream.m
-    code = Code(k, stream.m)
-    for chunk in range(stream.num_chunks):
-        if (stream.class_id, chunk) in held:
+    k = replica_set.n - replica_set.m
+    code = Code(k, replica_set.m)
+    for chunk in range(replica_set.num_chunks):
+        if (replica_set.class_id, chunk) in held:
             continue
         row = chunk // k
         pieces: dict[int, Any] = {
             k + code_row: found.numpy()
             for (name, at, code_row), found in parity.items()
-            if (name, at) == (stream.class_id, row)
+            if (name, at) == (replica_set.class_id, row)
         }
         for source in range(k):
-            there = held.get((stream.class_id, row * k + source))
-            if there is not None or row * k + source >= stream.num_chunks:
+            there = held.get((replica_set.class_id, row * k + source))
+            if there is not None or row * k + source >= replica_set.num_chunks:
                 pieces[source] = None if there is None else there.numpy()
-        out = torch.empty(stream.chunk_bytes(chunk), dtype=torch.uint8)
+        out = torch.empty(replica_set.chunk_bytes(chunk), dtype=torch.uint8)
         code.rebuild(chunk % k, pieces, out.numpy())
-        held[stream.class_id, chunk] = out
+        held[replica_set.class_id, chunk] = out
 
 
 @some
@@ -209,8 +212,8 @@ def test_share_of_a_rank_is_never_larger_than_the_room_that_is_foreseen_for_it(j
     world = World(0, tuple(rank // job.per_node for rank in range(job.num_nodes * job.per_node)))
     sharing = ReplicaShares(world, "share", losses)
     for step in range(4):
-        for stream in job.capture(0, "share", losses, step)[0].layout.streams:
-            assert stream.stored_bytes <= sharing.stored_bytes(stream.ranks, stream.size_bytes)
+        for replica_set in job.capture(0, "share", losses, step)[0].layout.replica_sets:
+            assert replica_set.stored_bytes <= sharing.stored_bytes(replica_set.ranks, replica_set.size_bytes)
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 4])
@@ -219,6 +222,6 @@ def test_class_smaller_than_the_number_of_local_ranks_times_a_chunk_leaves_some_
 ) -> None:
     everyone = tuple(range(2 * per_node))
     job = Job(2, per_node, [torch.arange(1 << 20, dtype=torch.int64)], [everyone])  # two chunks
-    stored = [job.capture(rank)[0].layout.streams[0].chunks for rank in range(per_node)]
+    stored = [job.capture(rank)[0].layout.replica_sets[0].chunks for rank in range(per_node)]
     assert sorted(chunk for chunks in stored for chunk in chunks) == [0, 1]
     assert len([chunks for chunks in stored if not chunks]) == max(0, per_node - 2)
