@@ -1,4 +1,4 @@
-"""keepstep keeps every step of a PyTorch training run in host memory, and brings it back bit for bit.
+"""keepstep keeps every step of a PyTorch training run in host memory and restores it bit for bit.
 
     state = {"model": model, "optimizer": optimizer}
     with keepstep.Snapshotter(state) as snapshots:

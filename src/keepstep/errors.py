@@ -3,9 +3,9 @@
     Error
     ├── ConfigError       a setting is unknown, malformed or cannot work together with another
     ├── KeeperError       the keeper cannot be started, reached, or refuses what was asked
-    ├── CaptureError      the state holds something that cannot be captured exactly
+    ├── CaptureError      the state holds a value that cannot be captured exactly
     ├── IntegrityError    bytes do not match their checksum
-    └── RecoveryError     there is state of this run, and it cannot be given back
+    └── RecoveryError     state of this run exists, or should, and cannot be restored
 
 Save-side faults never raise out of `take` (training goes on): they are counted, logged and shown.
 Restore-side faults always raise. `hint` is what to do next; the command line prints it as `try:`.
@@ -35,7 +35,7 @@ class KeeperError(Error):
 
 
 class CaptureError(Error):
-    """The state holds something that cannot be captured and given back exactly."""
+    """The state holds a value that cannot be captured and restored exactly."""
 
 
 class IntegrityError(Error):
@@ -43,10 +43,10 @@ class IntegrityError(Error):
 
 
 class RecoveryError(Error):
-    """State of this run exists, or should, and it cannot be given back."""
+    """State of this run exists, or should, and cannot be restored."""
 
 
+# Error classes by name: a refusal crosses the socket by name and is raised again as the same class.
 KINDS: dict[str, type[Error]] = {
     cls.__name__: cls for cls in (ConfigError, KeeperError, CaptureError, IntegrityError, RecoveryError)
 }
-"""Error classes by name: how a refusal crosses the socket and is raised again as itself."""

@@ -1,4 +1,4 @@
-"""Who this process is: run, node, and where the node's keeper can be met.
+"""Identity of this process: run, node, and the paths of the node's keeper.
 
 The run id decides whose state may be restored, so it is never guessed: torchrun's default id `none`
 is not an id (two jobs would share it), and without any id a fresh one is used for this launch only.
@@ -22,7 +22,7 @@ from keepstep.errors import ConfigError, KeeperError
 
 NO_ID = ("", "none")
 MAX_ID_BYTES = 200
-MAKE_WITHIN_S = 5.0
+MAKE_WITHIN_S = 5.0  # a keeper that ends removes its directory with it: making it is tried again for this long
 SCHEDULER_IDS = (
     ("SLURM_JOB_ID", "slurm"),
     ("KUBERNETES_JOB_UID", "k8s"),
@@ -48,7 +48,7 @@ class Identity:
 
     @property
     def directory(self) -> Path:
-        """Everything of this run on this node: sockets, locks, the keeper's own log."""
+        """The files of this run on this node: sockets, locks, the keeper's own log."""
         return self.runtime_dir / self.key
 
     @property
@@ -65,7 +65,7 @@ class Identity:
 
     @property
     def card(self) -> Path:
-        """A small JSON file that says whose directory this is, for `keepstep status` without arguments."""
+        """A small JSON file with the run and node of the directory, for `keepstep status` without arguments."""
         return self.directory / "keeper.json"
 
 
@@ -98,7 +98,7 @@ def _run_id(config: Config, environ: Mapping[str, str], launch: str) -> tuple[st
 
 
 def runtime_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path:
-    """Where this user's sockets live. The default is decided without touching the file system."""
+    """Directory of this user's sockets. The default is decided without touching the file system."""
     environ = os.environ if environ is None else environ
     if config.runtime_dir:
         # Absolute: the keeper and the command line do not share the trainer's working directory.
@@ -110,11 +110,11 @@ def runtime_dir(config: Config, environ: Mapping[str, str] | None = None) -> Pat
 
 
 def _make(directory: Path) -> os.stat_result:
-    """Again when it vanishes on the way: a keeper that ends takes its directory with it."""
+    """Make the directory, again when it is removed meanwhile."""
     deadline = time.monotonic() + MAKE_WITHIN_S
     while True:
         try:
-            # What stands there already is for the caller to judge, and may be gone at the next line.
+            # The caller checks a directory that exists already; it may be gone at the next line.
             with contextlib.suppress(FileExistsError):
                 directory.mkdir(mode=0o700, parents=True)
             return directory.lstat()
@@ -132,12 +132,12 @@ def ensure_private(directory: Path) -> None:
             hint="set KEEPSTEP_RUNTIME_DIR to a path of at most 75 bytes",
         )
     try:
-        found = _make(directory)
+        status = _make(directory)
     except OSError as error:
         raise KeeperError(
             f"the runtime directory {directory} cannot be made: {error.strerror}", hint="set KEEPSTEP_RUNTIME_DIR"
         ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise KeeperError(
             f"the runtime directory {directory} is not a directory of this user with mode 0700",
             hint="remove it, or set KEEPSTEP_RUNTIME_DIR to a private directory",
@@ -145,7 +145,7 @@ def ensure_private(directory: Path) -> None:
 
 
 def process_key(pid: int) -> str:
-    """A name for one process that its pid's next owner does not share."""
+    """Name of a process that a later process with the same pid does not share."""
     return f"{pid}-{start_time(pid)}"
 
 

@@ -1,7 +1,7 @@
-"""The nouns that every part shares: versions, what survives what, and the status contract.
+"""Types that every package shares: versions, what a version survives, and the status contract.
 
-Nothing here does anything. Structures are frozen; those that cross the socket or leave through
-`keepstep status --json` are msgspec structs, and fields are only ever added, never renamed.
+There is no behaviour here. Structures are frozen; those that cross the socket or are printed by
+`keepstep status --json` are msgspec structs, whose fields are only ever added, never renamed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 
 class Survives(enum.IntEnum):
-    """What a version outlives."""
+    """The failure that a version survives."""
 
     NOTHING = 0
     PROCESS = 1
@@ -32,7 +32,7 @@ class Source(enum.Enum):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can say what it is and become it again, as in torch.distributed.checkpoint."""
+    """Any object with `state_dict` and `load_state_dict`, as in torch.distributed.checkpoint."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -40,10 +40,10 @@ class Stateful(Protocol):
 
 
 class Incarnation(msgspec.Struct, frozen=True, order=True):
-    """One life of the job, from one (re)start to the next.
+    """One start of the job, until the next restart.
 
-    Numbers only grow; the nonce tells two lives apart that drew the same number in two halves of a
-    split cluster, so that their versions can never mix.
+    Numbers only grow. The nonce distinguishes two incarnations that chose the same number in two halves
+    of a split cluster, so that their versions never mix.
     """
 
     number: int
@@ -69,7 +69,7 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
 
 class SnapshotInfo(msgspec.Struct, frozen=True):
-    """Whose snapshot it is: the version, the rank and the job that saved it, and how large it is."""
+    """Owner and size of a snapshot: its version, and the rank and world that saved it."""
 
     version: Version
     rank: int
@@ -79,7 +79,7 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
 
 
 class SlotStatus(msgspec.Struct, frozen=True):
-    """One slot of a rank's arena, as the keeper knows it."""
+    """State of one slot of a rank's arena."""
 
     index: int
     state: str
@@ -90,7 +90,7 @@ class SlotStatus(msgspec.Struct, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """One line of `keepstep status`."""
+    """State of one rank: a line of `keepstep status`."""
 
     rank: int
     local_index: int
@@ -117,6 +117,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
 
 
 class KeeperStatus(msgspec.Struct, frozen=True):
+    """State of the keeper's own process."""
+
     pid: int
     instance: str
     version: str
@@ -154,7 +156,7 @@ class Status(msgspec.Struct, frozen=True):
     target_step: int | None = None
     """the version that is being protected now"""
     lag_steps: int | None = None
-    """steps that a lost node would cost beyond those that a lost process costs"""
+    """steps that the loss of a node costs beyond those that the loss of a process costs"""
     num_nodes: int = 1
     coordinator: str = ""
     group: list[PeerStatus] = []
@@ -162,4 +164,4 @@ class Status(msgspec.Struct, frozen=True):
     parity_bytes: int = 0
     exchange_bytes_s: float = 0.0
     min_node_period_s: float | None = None
-    """what this node's last exchange took: a version cannot be protected more often than that"""
+    """seconds of this node's last exchange: versions cannot be protected more often"""

@@ -1,10 +1,10 @@
-"""Plain Python values as bytes, and back with exactly the same types and bits.
+"""Encode plain Python values as bytes; decode them with exactly the same types and bits.
 
-The trainer writes everything that is not a large tensor through here (param_groups, schedulers, RNG and data loader
-state); restore reads it. msgpack alone would turn tuples into lists and a Counter into a dict without a word, so
-whatever it cannot say is wrapped in an Ext of our own, chosen by exact type. Invariants:
+The trainer encodes everything that is not a large tensor (param_groups, schedulers, RNG and data loader state);
+restore decodes it. msgpack alone would silently turn tuples into lists and a Counter into a dict, so values that it
+cannot represent are wrapped in an Ext of our own, chosen by exact type. Invariants:
 
-- `decode(encode(x))` has the types, order and bits of `x`. What cannot be given back so is refused, never approximated.
+- `decode(encode(x))` has the types, order and bits of `x`. A value for which that fails is refused, never approximated.
 - One value has one encoding: sets are written in the order of their encoded elements.
 - `decode` accepts only what `encode` writes (it writes the value again and compares), so damaged bytes cannot become
   a value that no trainer had. It runs no code named by the data: no pickle, no classes looked up by name.
@@ -38,21 +38,21 @@ from keepstep.errors import CaptureError, IntegrityError
 if TYPE_CHECKING:
     import numpy as np
 
+# Containers inside containers. Real states are far below; a level takes about four Python frames, so that the deepest
+# value fits below the interpreter's own limit of 1000 with room for the caller.
 MAX_DEPTH = 100
-"""Containers inside containers. No real state comes near; a level takes about four Python frames, so that the deepest
-value fits below the interpreter's own limit of 1000 with room for the caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands for a tensor whose bytes are stored apart, as this entry of the layout."""
+    """Reference to a tensor whose bytes are stored in the payload, by its index in the layout's `refs`."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class InlineTensor:
-    """A tensor too small to deserve a layout entry. Whether `data` fits dtype and shape is for the reader to check."""
+    """A tensor too small for a layout entry. The reader checks whether `data` fits dtype and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ class _Refused(Exception):
         self.hint = hint
 
 
-# ValueError: longer than the 4 GiB of a msgpack item. RuntimeError: out of stack, or changed by another thread.
+# ValueError: longer than the 4 GiB of a msgpack item. RuntimeError: stack overflow, or changed by another thread.
 _FAILURES = (_Refused, ValueError, OverflowError, RuntimeError)
 _QUICK = frozenset({type(None), bool, int, float, str, bytes})
 _CAREFUL = _QUICK - {int, str}
@@ -123,7 +123,7 @@ _dump = msgpack.Encoder().encode
 
 
 def _write(tree: Any) -> bytes:
-    """Nearly no state holds an int beyond 64 bits or text that is not UTF-8, so they are looked for only when met."""
+    """Encode without checking ints and text first: ints beyond 64 bits and text that is no UTF-8 are very rare."""
     try:
         return _dump(_pack(tree, 1, _QUICK))
     except (OverflowError, UnicodeEncodeError):
@@ -131,7 +131,7 @@ def _write(tree: Any) -> bytes:
 
 
 def _pack(value: Any, depth: int, plain: frozenset[type]) -> Any:
-    """`value` in terms that msgpack gives back exactly. `plain` are the types to hand over without a look."""
+    """`value` in types that msgpack decodes exactly. Types in `plain` are passed on without a check."""
     kind = type(value)
     if kind in plain or (kind is int and -(2**63) <= value < 2**64) or (kind is str and _is_utf8(value)):
         return value
@@ -156,7 +156,7 @@ def _pack_items(items: Sequence[Any], depth: int, plain: frozenset[type]) -> Seq
 
 @lru_cache(maxsize=1 << 16, typed=True)
 def _pack_ref(index: int) -> msgpack.Ext:
-    """Cached, since references are most of what an optimizer's state holds and are the same at every step."""
+    """Cached: references are most of an optimizer's state and are the same at every step."""
     form = _BY_TYPE[TensorRef]
     return msgpack.Ext(form.code, _dump(form.parts(TensorRef(index))))
 
@@ -196,7 +196,7 @@ class _Form(NamedTuple):
 
 
 def _sizes(items: Sequence[Any]) -> Sequence[int]:
-    """`items`, once they are known to be sizes: writer and reader both ask, for the writer's bugs and for damage."""
+    """`items`, checked to be sizes: by the writer against its bugs, by the reader against damage."""
     if not {int}.issuperset(map(type, items)) or (items and min(items) < 0):
         raise ValueError(f"holds {reprlib.repr(items)} where sizes belong")
     return items
@@ -283,7 +283,7 @@ _BY_TYPE: dict[type, _Form] = {
 
 
 def _numpy_form(value: Any) -> _Form:
-    """The form of a numpy value, which has no line above because that would import numpy. The rest is refused."""
+    """The form of a numpy value; not in the table above, because that would import numpy. Other types are refused."""
     if "numpy" in sys.modules:
         import numpy as np
 
@@ -295,7 +295,7 @@ def _numpy_form(value: Any) -> _Form:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """The name under which numpy gives `dtype` back: not so for objects, structs, strings on the heap, extensions."""
+    """The name from which numpy makes `dtype` again. Objects, structs, heap strings and extensions have none."""
     # On Linux numpy calls both `long` and `long long` "<i8", yet keeps two types; "<q" is the second.
     for name in (dtype.str, dtype.str[0] + dtype.char):
         if _DTYPE.fullmatch(name) and not dtype.metadata:
@@ -321,7 +321,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _scalar_parts(value: Any) -> list[Any]:
-    # Asked for their bytes by numpy's means, text and bytes lose the zeros at their end or gain one when empty.
+    # `tobytes()` of numpy text and bytes drops zeros at their end, or adds one when empty.
     if value.dtype.kind == "U":
         return [_dtype_name(value.dtype), str.encode(value, "utf-8", _AS_IS)]
     return [_dtype_name(value.dtype), bytes(value) if value.dtype.kind == "S" else value.tobytes()]
@@ -356,7 +356,7 @@ _BY_CODE: dict[int, _Form] = {form.code: form for form in (*_BY_TYPE.values(), _
 
 
 def _explain(tree: Any, path: str) -> CaptureError:
-    """Go down, each time into the first child that fails on its own, until none does: that one is at fault."""
+    """Descend into the first child that fails on its own, until none does: that value is at fault."""
     value, parts, above = tree, [path] if path else [], set[int]()
     failure = _failure(tree)
     while id(value) not in above:
@@ -388,7 +388,7 @@ def _failure(value: Any) -> Exception | None:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container that we know holds, each with its name in a path."""
+    """The children of a known container, each with its name in a path."""
     kind = type(value)
     if kind in (dict, OrderedDict, Counter, defaultdict):
         for key, item in value.items():
@@ -420,7 +420,7 @@ def _hint(value: Any) -> str:
     for base in kind.__mro__:
         if base in _BY_TYPE or base in _QUICK:
             return f"store a plain {base.__name__}: `{base.__name__}(value)`"
-    return "store what `state_dict()` of it gives, or plain numbers, text and containers; or leave it out of the state"
+    return "store its `state_dict()`, or plain numbers, text and containers; or remove it from the state"
 
 
 def _type_name(kind: type) -> str:
@@ -428,5 +428,5 @@ def _type_name(kind: type) -> str:
 
 
 def _shorten(path: str) -> str:
-    """The start and the end of a path: a value at fault can lie a hundred levels down."""
+    """The start and the end of a path: a value at fault can be a hundred levels deep."""
     return path if len(path) <= 200 else f"{path[:100]}...{path[-100:]}"

@@ -1,8 +1,10 @@
 """A rank's shared memory: one memfd with a self-describing header and two to four slots.
 
-header    the records in it, byte for byte           (docs/arena-format.md is their table)
-segment   the memfd itself: made, sealed, filled, mapped
-slots     an arena over a segment: who may write what, and what a reader may believe
-checksum  sealing a slot and verifying it
-room      how much memory can be had, before any is taken
+records         the records in it, byte for byte (docs/arena-format.md is their table)
+memfd           create, seal, read, write and map the shared memory
+slots           an arena over a memfd: who may write what, and what a reader may trust
+chunks          the chunks of a slot, in the order of its checksum table
+checksum        seal a slot and verify it
+manifest        a sealed snapshot without its bulk
+memory_limits   how much memory cgroup and machine allow
 """

@@ -1,8 +1,8 @@
-"""The chunks of a slot: what the checksum table has an entry for, in its order.
+"""The chunks of a slot, in the order of its checksum table.
 
-Four regions, each cut into 4 MiB for itself: layout, values, and the two parts of the payload, what
-only this rank has (`unique`) and what other nodes hold too (`shared`). So a chunk of a stream, which
-is what nodes can take from each other, is always exactly one entry of the table.
+Four regions are cut separately into chunks of 4 MiB: layout, values, and the two parts of the payload,
+the bytes that only this rank has (`unique`) and those that other nodes hold too (`shared`). So a chunk
+of a replica set, which nodes fetch from each other, is always exactly one entry of the table.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class Chunk:
     """One entry of the checksum table and the bytes that it covers, by absolute offset in the arena."""
 
     region: str
-    index: int
-    """counted within its region"""
+    index: int  # within its region
     span: SlotSpan
 
     @property
@@ -35,7 +34,7 @@ class Chunk:
 
 
 def region_spans(arena: Arena, slot: int, trainer: TrainerHeader) -> dict[str, SlotSpan]:
-    """The used bytes of each region. Raises when the header claims what cannot be."""
+    """The used bytes of each region. Raises IntegrityError when the header claims more than fits."""
     layout, values, payload = arena.used_spans(slot, trainer)
     shared = trainer.shared_offset
     return {
@@ -58,7 +57,7 @@ def chunk_spans(arena: Arena, slot: int, trainer: TrainerHeader) -> list[Chunk]:
 def read_table(arena: Arena, slot: int, sealed: SealedSlot | None = None) -> bytes:
     """The checksum table of a slot as it was `sealed`, or is now: 16 bytes per chunk of `chunk_spans`.
 
-    Verified against the keeper header: raises when the slot has been sealed anew since.
+    Verified against the keeper header: raises IntegrityError when the slot has been sealed again since.
     """
     sealed = sealed or arena.sealed(slot)
     if sealed is None:

@@ -1,9 +1,9 @@
-"""What travels beside the bytes: for each snapshot of a node its header, its small regions and its checksum table.
+"""Manifest of a sealed snapshot: its header, its small regions and its checksum table.
 
-Every member of a group keeps the manifests of all others with the parity it encodes, because a lost
-node's checksums are lost with it, and rebuilt bytes that cannot be checked are worth nothing. Regions
-up to 1 MiB (layout, values) travel in the manifest itself; what only this rank has beyond that is
-coded, chunk by chunk as the checksum table counts them. What other nodes hold too is not.
+Every member of a group keeps the manifests of all others with the parity it encodes, because the
+checksums of a lost node are lost with it, and rebuilt bytes that cannot be verified are worth nothing.
+Regions up to 1 MiB (layout, values) are part of the manifest; all other bytes that only this rank has
+are coded, chunk by chunk in the order of the checksum table. Bytes of replica sets are not coded.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ MAX_MANIFEST_BYTES = 256 << 20
 class RankManifest(msgspec.Struct, frozen=True, dict=True):
     """One rank's snapshot without its bulk."""
 
-    header: bytes
-    """the trainer's header, as its slot has it"""
-    layout: bytes
-    """empty: it is coded"""
+    header: bytes  # the body of the trainer header
+    layout: bytes  # empty: it is coded
     values: bytes
     table: bytes
 
@@ -58,16 +56,16 @@ class RankManifest(msgspec.Struct, frozen=True, dict=True):
             LAYOUT: trainer.layout_bytes, VALUES: trainer.values_bytes,
             UNIQUE: trainer.shared_offset, SHARED: trainer.payload_bytes - trainer.shared_offset,
         }  # fmt: skip
-        # Before anything is made of it: sizes that came from elsewhere may be anything.
+        # Before anything is allocated: received sizes may be anything.
         if min(sizes.values()) < 0 or sum(map(num_chunks, sizes.values())) * DIGEST_BYTES != len(self.table):
             raise IntegrityError(f"the manifest of rank {trainer.rank} has {len(self.table)} bytes of checksums")
-        found: list[TableChunk] = []
+        chunks: list[TableChunk] = []
         for region, size in sizes.items():
             for index, start in enumerate(range(0, size, CHUNK_BYTES)):
-                at = len(found)
+                at = len(chunks)
                 digest = self.table[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-                found.append(TableChunk(at, region, index, min(CHUNK_BYTES, size - start), digest))
-        return tuple(found)
+                chunks.append(TableChunk(at, region, index, min(CHUNK_BYTES, size - start), digest))
+        return tuple(chunks)
 
     @cached_property
     def coded(self) -> tuple[TableChunk, ...]:
@@ -76,7 +74,7 @@ class RankManifest(msgspec.Struct, frozen=True, dict=True):
         return tuple(c for c in self.chunks if c.region != SHARED and c.region not in inline)
 
     def check(self) -> None:
-        """Raises when it contradicts itself."""
+        """Raise IntegrityError when the parts contradict each other."""
         trainer = self.trainer
         if self.layout and (
             len(self.layout) != trainer.layout_bytes or layouts.digest(self.layout) != trainer.layout_digest
@@ -96,8 +94,7 @@ class RankManifest(msgspec.Struct, frozen=True, dict=True):
 class TableChunk:
     """One entry of a checksum table."""
 
-    at: int
-    """its number in the table"""
+    at: int  # its number in the table
     region: str
     index: int
     size_bytes: int
@@ -113,7 +110,7 @@ class NodeManifest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def coded(self) -> tuple[tuple[int, TableChunk], ...]:
-        """(rank, chunk): what the group protects of this node, in the order that placement counts."""
+        """(rank, chunk): the chunks of this node that the group protects, in the order of the placement."""
         return tuple((rank.rank, chunk) for rank in self.ranks for chunk in rank.coded)
 
 
@@ -148,8 +145,8 @@ def decode(data: bytes, version: Version) -> NodeManifest:
             rank.check()
     except (msgspec.DecodeError, ValueError, OSError, struct.error) as error:
         raise IntegrityError(f"a manifest cannot be read: {error}") from error
-    if any(found != version for found in (manifest.version, *(rank.trainer.version for rank in manifest.ranks))):
+    if any(other != version for other in (manifest.version, *(rank.trainer.version for rank in manifest.ranks))):
         raise IntegrityError(f"a manifest is not of {version}, or mixes versions")
     if not manifest.ranks or len({rank.rank for rank in manifest.ranks}) < len(manifest.ranks):
-        raise IntegrityError("a manifest names no rank, or one twice")
+        raise IntegrityError("a manifest names no rank, or a rank twice")
     return manifest

@@ -1,9 +1,9 @@
-"""The memfd of an arena: made and filled by the keeper, mapped by the trainer, held by both and the launcher.
+"""The memfd of an arena: created by the keeper, mapped by the trainer, held by both and the launcher.
 
-A memfd has no name to leak, is not limited by /dev/shm, and lives as long as anybody holds it. Its
-size is sealed, so nobody can truncate it under a mapping (SIGBUS). The keeper never maps it: it reads
-and writes through the descriptor, so that its own resident size, and with it its place in the OOM
-killer's list, stays small. Its reader does, which may die.
+A memfd has no name to leak, is not limited by /dev/shm, and lives as long as a process holds it. Its
+size is sealed, so no process can truncate it under a mapping (SIGBUS). The keeper never maps it: it
+reads and writes through the descriptor, so that its own resident size, and with it its rank for the
+OOM killer, stays small. Its checksum worker maps it, because a worker may die.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ NAME = "keepstep-arena"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 F_SEAL_FUTURE_WRITE = 0x10
 MADV_POPULATE_READ = 22
-POPULATE_STEP = 4 << 20
-"""who wants other memory meanwhile waits for one of these"""
+POPULATE_STEP = 4 << 20  # other allocations of the process wait for one step
 RESERVE_STEP = 16 << 20
 MAX_BYTES = 1 << 46
 EHWPOISON = 133
@@ -42,7 +41,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Memfd:
-    """A sealed memfd by its descriptor, which the segment owns."""
+    """A memfd with its size sealed. Owns the descriptor."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.fd = fd
@@ -52,8 +51,8 @@ class Memfd:
     def create(cls, size_bytes: int, *, reserve: bool = True) -> Memfd:
         """A new memfd with all its memory reserved: shortage is an error here, not a SIGBUS later.
 
-        Without `reserve` it must be called before anybody maps the memory: writing into pages that are not
-        there yet costs less than having them zeroed first.
+        Without `reserve`, call `reserve()` before the memory is mapped: writing into pages that are not
+        allocated yet costs less than having them zeroed first.
         """
         if not 0 < size_bytes <= MAX_BYTES:
             raise KeeperError(f"an arena of {size_bytes:,} bytes cannot be made: 1 to {MAX_BYTES:,} can")
@@ -72,7 +71,7 @@ class Memfd:
         return cls(fd, size_bytes)
 
     def reserve(self, *, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Have all memory there, last pages first, in steps that let others write meanwhile."""
+        """Allocate all memory, last pages first, in steps between which others can write."""
         try:
             for end in range(self.size_bytes, 0, -RESERVE_STEP):
                 if cancelled():
@@ -84,23 +83,23 @@ class Memfd:
 
     @classmethod
     def adopt(cls, fd: int) -> Memfd:
-        """Take a descriptor that came from elsewhere, after checking that it is a sealed memfd of sane size.
+        """Take over a received descriptor after checking that it is a sealed memfd of sane size.
 
-        A refused descriptor stays the caller's to close.
+        The caller closes a refused descriptor.
         """
-        found = os.fstat(fd)
+        status = os.fstat(fd)
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
             raise IntegrityError("the descriptor is not a memfd") from error
-        if not stat.S_ISREG(found.st_mode) or seals & SEALS != SEALS:
+        if not stat.S_ISREG(status.st_mode) or seals & SEALS != SEALS:
             raise IntegrityError("the descriptor is not a memfd with its size sealed")
         mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
         if mode != os.O_RDWR or seals & (fcntl.F_SEAL_WRITE | F_SEAL_FUTURE_WRITE):
             raise IntegrityError("the descriptor is a memfd that cannot be written")
-        if not 0 < found.st_size <= MAX_BYTES:
-            raise IntegrityError(f"a memfd of {found.st_size} bytes is not an arena")
-        return cls(fd, found.st_size)
+        if not 0 < status.st_size <= MAX_BYTES:
+            raise IntegrityError(f"a memfd of {status.st_size} bytes is not an arena")
+        return cls(fd, status.st_size)
 
     @property
     def allocated_bytes(self) -> int:
@@ -145,7 +144,7 @@ class Memfd:
             done += os.pwritev(self.fd, [data[done:]], offset + done)
 
     def close(self) -> None:
-        fd, self.fd = self.fd, -1  # first: another thread must not use a number that is somebody else's by then
+        fd, self.fd = self.fd, -1  # first: another thread must not use a number that was reused by then
         if fd >= 0:
             os.close(fd)
 
@@ -158,7 +157,7 @@ def _refused(size_bytes: int, error: OSError) -> KeeperError:
 
 
 def _refuse_bad_memory(error: OSError, offset: int) -> None:
-    """A page that the machine found to be bad is an erasure, like a failed checksum; other errors are not."""
+    """Raise IntegrityError for a bad page: it is an erasure, like a failed checksum; other errors are not."""
     if error.errno in (errno.EIO, EHWPOISON):
         raise IntegrityError(f"the memory of the arena is bad at {offset}: {error.strerror}") from error
 
@@ -167,10 +166,10 @@ _mapped: weakref.WeakSet[Memfd] = weakref.WeakSet()
 
 
 class Mapping:
-    """A map of a whole segment, in a trainer or a reader. Forked children keep neither it nor the descriptor.
+    """A map of a whole memfd, in a trainer or a checksum worker. Forked children keep neither it nor the descriptor.
 
-    Not an `mmap.mmap`: that one keeps a duplicate of the descriptor which nobody can close in a forked
-    child, so a data-loader worker that outlives its trainer would hold the memory.
+    Not an `mmap.mmap`: that keeps a duplicate of the descriptor which cannot be closed in a forked child, so
+    a data-loader worker that outlives its trainer would hold the memory.
     """
 
     def __init__(self, segment: Memfd, *, writable: bool = True) -> None:
@@ -182,16 +181,16 @@ class Mapping:
         if address == _MAP_FAILED:
             raise KeeperError(f"the arena of {size:,} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
         _libc.madvise(address, size, mmap.MADV_DONTFORK)
-        bytes_there = (ctypes.c_ubyte * size).from_address(address)
-        # Whoever looks into the map holds `bytes_there`: the map goes with the last of them.
-        weakref.finalize(bytes_there, _unmap, address, size, os.getpid()).atexit = False
-        self.map = memoryview(bytes_there).cast("B")
+        mapped_bytes = (ctypes.c_ubyte * size).from_address(address)
+        # Every view of the map references `mapped_bytes`: the memory is unmapped with the last of them.
+        weakref.finalize(mapped_bytes, _unmap, address, size, os.getpid()).atexit = False
+        self.map = memoryview(mapped_bytes).cast("B")
         self.address: int = address
         self.size_bytes = size
 
     def populate(self, threads: int, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Fault every page in, once, so that the first snapshot costs what the hundredth does."""
-        # `held`: a `close` ends this, and must not unmap the memory under it.
+        """Fault every page in, so that the first snapshot costs what the hundredth does."""
+        # `held` keeps the memory mapped while this runs; `close()` ends it.
         lock, held, done_bytes = threading.Lock(), self.map, 0
         # next() on such an iterator is atomic under the GIL: each step goes to exactly one thread.
         todo = iter(range(0, self.size_bytes, POPULATE_STEP))
@@ -204,7 +203,9 @@ class Mapping:
                 size = min(POPULATE_STEP, self.size_bytes - start)
                 faults.point("segment.populate")
                 failed = _libc.madvise(self.address + start, size, MADV_POPULATE_READ) != 0
-                if failed and ctypes.get_errno() == errno.EINVAL:  # not for a bad page: to touch it would end us
+                if (
+                    failed and ctypes.get_errno() == errno.EINVAL
+                ):  # not for a bad page: touching it would kill this process
                     for page in range(start, start + size, mmap.PAGESIZE):  # kernels before 5.14
                         held[page]
                 with lock:
@@ -216,7 +217,7 @@ class Mapping:
                 task.result()
 
     def close(self) -> None:
-        """Give the map up. Tensors that still point into it keep it; it goes with the last of them."""
+        """Release the map. Tensors that still point into it keep it; it is unmapped with the last of them."""
         self.map = memoryview(b"")
 
 
@@ -230,6 +231,6 @@ os.register_at_fork(after_in_child=_close_in_forked_child)
 
 
 def _unmap(address: int, size_bytes: int, pid: int) -> None:
-    # A forked child never had the map; something else may lie there by now.
+    # A forked child never had the map; the addresses may be used by something else.
     if os.getpid() == pid:
         _libc.munmap(address, size_bytes)

@@ -1,7 +1,7 @@
-"""How much memory can be had, asked before any is taken.
+"""How much memory the cgroup and the machine allow, measured before any is allocated.
 
-The answer has to come as one error with its numbers before step 0: a shortage met later would be an
-OOM kill or a SIGBUS in the middle of training.
+Shortage must be one error with its numbers before step 0: later it would be an OOM kill or a SIGBUS
+in the middle of training.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from pathlib import Path
 from keepstep.config import ArenaConfig
 from keepstep.errors import KeeperError
 
-# Left to the rest of the job: page tables, sockets, the keeper itself.
-RESERVE_BYTES = 64 << 20
-UNLIMITED = 1 << 60
+RESERVE_BYTES = 64 << 20  # for the rest of the job: page tables, sockets, the keeper itself
+UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for no limit
 AUTO_SLOTS = 2  # one complete version, and one that is written
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """What the machine and the cgroup would still give."""
+    """Memory that the machine and the cgroup still have."""
 
     available_bytes: int
     cgroup_limit_bytes: int | None
@@ -79,8 +78,8 @@ def _mem_available(root: Path) -> int:
 
 
 def _cgroup(root: Path) -> tuple[int | None, int]:
-    """The tightest memory limit above this process and what is used under it, for cgroup v1 and v2."""
-    found: list[tuple[int, int]] = []
+    """The tightest memory limit of this process and the memory used under it, for cgroup v1 and v2."""
+    limits: list[tuple[int, int]] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -88,30 +87,30 @@ def _cgroup(root: Path) -> tuple[int | None, int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            found += _limits(root / "sys/fs/cgroup", path, "memory.max", "memory.current")
+            limits += _limits(root / "sys/fs/cgroup", path, "memory.max", "memory.current")
         elif "memory" in controllers.split(","):
-            found += _limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
-    return min(found, key=lambda pair: pair[0] - pair[1], default=(None, 0))
+            limits += _limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return min(limits, key=lambda pair: pair[0] - pair[1], default=(None, 0))
 
 
 def _limits(mount: Path, path: str, limit_file: str, used_file: str) -> list[tuple[int, int]]:
-    found = []
+    limits = []
     folder = mount / path.lstrip("/")
     while True:
         try:
             text = (folder / limit_file).read_text().strip()
             if text != "max" and int(text) < UNLIMITED:
                 used = int((folder / used_file).read_text()) - _cache(folder)
-                found.append((int(text), max(used, 0)))
+                limits.append((int(text), max(used, 0)))
         except (OSError, ValueError):
             pass
         if folder == mount or mount not in folder.parents:
-            return found
+            return limits
         folder = folder.parent
 
 
 def _cache(folder: Path) -> int:
-    """File pages the kernel would drop under pressure count as used; they are not in our way."""
+    """File pages that the kernel drops under pressure: they count as used, and are available all the same."""
     try:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):

@@ -36,11 +36,12 @@ WRITING, COMMITTED = 1, 2
 SEALED = 1
 # Trainer header flags
 INEXACT = 1
-PRINTS = 2
-"""fingerprints of the tensors stand behind the values"""
+PRINTS = 2  # fingerprints of the tensors follow the values
 
 
 class Record(Protocol):
+    """A kind, and a body of at most `BODY_BYTES`."""
+
     KIND: ClassVar[bytes]
 
     def body(self) -> bytes: ...
@@ -54,7 +55,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerHeader:
-    """Whose snapshot a slot holds and how far its writer got. Written by the trainer only."""
+    """Owner, sizes and state of the snapshot in a slot. Written by the trainer only."""
 
     KIND: ClassVar[bytes] = b"KSTRAINR"
     _STRUCT: ClassVar[struct.Struct] = struct.Struct("<IIIIIIQQqQQQQ16sd")
@@ -71,8 +72,7 @@ class TrainerHeader:
     payload_bytes: int
     layout_digest: bytes
     written_at: float
-    shared_offset: int = -1
-    """where in the payload the part begins that other nodes hold too; not given: nowhere, it equals payload_bytes"""
+    shared_offset: int = -1  # start of the replicated part in the payload; not given: it is empty, at payload_bytes
 
     def __post_init__(self) -> None:
         if self.shared_offset < 0:
@@ -106,7 +106,7 @@ class TrainerHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class KeeperHeader:
-    """That a slot is sealed, and the digest of its checksum table. Written by the keeper only."""
+    """Seal of a slot: the digest of its checksum table and of the trainer header. Written by the keeper only."""
 
     KIND: ClassVar[bytes] = b"KSKEEPER"
     _STRUCT: ClassVar[struct.Struct] = struct.Struct("<IIQQqQ16s16sd")
@@ -137,26 +137,24 @@ class KeeperHeader:
 
 @dataclass(frozen=True)
 class Grant:
-    """Which snapshot the trainer may write next, and where: the first `take` at or after `step`. By the keeper."""
+    """Permission to write the first `take` at or after `step` into a slot. Written by the keeper only."""
 
     KIND: ClassVar[bytes] = b"KSGRANT2"
     _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQqqqqqq")
 
     incarnation: Incarnation
     step: int
-    serial: int
-    """counts grants from 1 on, so that a trainer uses each one once"""
+    serial: int  # counts grants from 1 on, so that a trainer uses each one once
     slot: int
-    before: Grant | None = None
-    """the one given before it, while it may still be used or written under"""
+    before: Grant | None = None  # the previous grant, while it may still be used or written under
 
     @property
     def both(self) -> tuple[Grant, ...]:
-        """Oldest first."""
+        """Both grants, oldest first."""
         return (self,) if self.before is None else (self.before, self)
 
     def after(self, serial: int) -> Grant | None:
-        """What a trainer that has used `serial` may use next: grants are used in order."""
+        """The grant that a trainer that has used `serial` may use next: grants are used in order."""
         return next((grant for grant in self.both if grant.serial > serial), None)
 
     def body(self) -> bytes:
@@ -175,45 +173,39 @@ class Grant:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """What a keeper must still know after its own death. Written by the keeper into every memfd of its node."""
+    """What the next keeper must know when this one dies. Written by the keeper into every memfd of its node."""
 
     KIND: ClassVar[bytes] = b"KSLEDGE2"
     _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQB24s24s24s24s24sQQQQQQQ")
 
     incarnation: Incarnation
-    base: Version | None
-    """the version this incarnation was restored from"""
-    complete: Version | None
-    """the newest version ever sealed on all ranks"""
+    base: Version | None  # the version this incarnation was restored from
+    complete: Version | None  # the newest version ever sealed on all ranks
     serial: int
-    current: Version | None = None
-    """the newest complete version that is kept"""
+    current: Version | None = None  # the newest complete version that is kept
     protected: Version | None = None
     target: Version | None = None
-    protected_by: tuple[int, int, int] = (0, 0, 0)
-    """incarnation number, nonce and attempt of the parity that protects it"""
-    epoch: int = 0
-    """which coordinator's orders these are, how many it had given, and at which attempt it was"""
-    seq: int = 0
-    attempt: int = 0
-    settled: int = 0
-    """the last grant that is over"""
+    protected_by: tuple[int, int, int] = (0, 0, 0)  # incarnation number, nonce and attempt of the parity
+    epoch: int = 0  # the coordinator whose orders were followed last,
+    seq: int = 0  # the number of these orders,
+    attempt: int = 0  # and the attempt of the target
+    settled: int = 0  # serial of the last grant that is resolved
 
     def body(self) -> bytes:
         versions = (self.base, self.complete, self.current, self.protected, self.target)
-        there = sum((version is not None) << bit for bit, version in enumerate(versions))
+        present = sum((version is not None) << bit for bit, version in enumerate(versions))
         return self._STRUCT.pack(
-            self.incarnation.number, self.incarnation.nonce, there, *(_pack_version(v) for v in versions),
+            self.incarnation.number, self.incarnation.nonce, present, *(_pack_version(v) for v in versions),
             *self.protected_by, self.epoch, self.seq, (self.attempt << 32) | (self.settled & 0xFFFFFFFF), self.serial,
         )  # fmt: skip
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        number, nonce, there, *packed, by_number, by_nonce, by_attempt, epoch, seq, both, serial = (
+        number, nonce, present, *packed, by_number, by_nonce, by_attempt, epoch, seq, both, serial = (
             cls._STRUCT.unpack_from(body)
         )
         base, complete, current, protected, target = (
-            _unpack_version(data) if there >> bit & 1 else None for bit, data in enumerate(packed)
+            _unpack_version(data) if present >> bit & 1 else None for bit, data in enumerate(packed)
         )
         return cls(
             incarnation=Incarnation(number, nonce), base=base, complete=complete, serial=serial, current=current,
@@ -238,17 +230,15 @@ def _unpack_version(data: bytes) -> Version:
 
 @dataclass(frozen=True)
 class Progress:
-    """The step of the trainer's last `take`, captured or not, and who it is. Written by the trainer."""
+    """Step of the trainer's last `take`, captured or not, and the trainer's process. Written by the trainer only."""
 
     KIND: ClassVar[bytes] = b"KSPROGRS"
     _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQqQQ")
 
     incarnation: Incarnation
     step: int
-    pid: int = 0
-    """whom a keeper that has never met it must fence; 0: nobody writes here any more"""
-    started: int = 0
-    """the kernel's start time of that process, in clock ticks: its pid's next owner has another one"""
+    pid: int = 0  # the process that a new keeper must fence; 0: no process writes into this arena any more
+    started: int = 0  # the kernel's start time of that process, in clock ticks: the next process with its pid differs
 
     def body(self) -> bytes:
         number, nonce = self.incarnation.number, self.incarnation.nonce
@@ -270,15 +260,15 @@ def decode_copy(kind: type[R], data: bytes) -> tuple[int, R] | None:
     """(sequence, record) of a sound copy, None of a torn, damaged or empty one."""
     if len(data) != RECORD_BYTES:
         return None
-    found, sequence = _PREFIX.unpack_from(data)
+    name, sequence = _PREFIX.unpack_from(data)
     (check,) = _CHECK.unpack_from(data, RECORD_BYTES - _CHECK.size)
-    if found != kind.KIND or check != xxhash.xxh3_64_intdigest(data[: -_CHECK.size]):
+    if name != kind.KIND or check != xxhash.xxh3_64_intdigest(data[: -_CHECK.size]):
         return None
     return sequence, kind.parse(data[_PREFIX.size :])
 
 
 def newest(kind: type[R], pair: bytes) -> tuple[int, R] | None:
-    """The newer sound copy of a pair: what the record says."""
+    """The newer sound copy of a pair: the current record, with its sequence."""
     copies = [
         copy
         for copy in (decode_copy(kind, pair[:RECORD_BYTES]), decode_copy(kind, pair[RECORD_BYTES : 2 * RECORD_BYTES]))
@@ -288,7 +278,7 @@ def newest(kind: type[R], pair: bytes) -> tuple[int, R] | None:
 
 
 def next_copy(kind: type[Record], pair: bytes) -> tuple[int, int]:
-    """(sequence, 0 or 1) of the copy to be written next: over the older one."""
+    """(sequence, 0 or 1) of the copy to write next: the older one is overwritten."""
     sequences = [
         copy[0] if (copy := decode_copy(kind, half)) else -1
         for half in (pair[:RECORD_BYTES], pair[RECORD_BYTES : 2 * RECORD_BYTES])
@@ -305,7 +295,7 @@ def write_pair(record: Record, pair: bytes, write: Callable[[int, bytes], None])
 
 @dataclass(frozen=True, kw_only=True)
 class ArenaHeader:
-    """What an arena is, in its first 1,024 bytes. Written once, by the keeper, before the memfd is handed out."""
+    """Identity and geometry of an arena, in its first 1,024 bytes. Written once, before the memfd is passed on."""
 
     MAGIC: ClassVar[bytes] = b"KSARENA1"
     SIZE: ClassVar[int] = 1024
@@ -313,8 +303,7 @@ class ArenaHeader:
 
     num_slots: int
     local_index: int
-    generation: int
-    """counts the arenas of this rank: a larger one takes the place of a smaller one"""
+    generation: int  # counts the arenas of this rank: a larger arena replaces a smaller one
     layout_capacity: int
     values_capacity: int
     table_capacity: int

@@ -1,9 +1,9 @@
-"""An arena over a segment: its pages, its slots, and who may write what.
+"""An arena over a memfd: its pages, its slots, and who may write what.
 
 Invariants, each with a test in tests/unit/test_arena.py:
 
-1. A reader sees a sealed snapshot or nothing: `sealed()` wants a COMMITTED trainer header, a SEALED
-   keeper header, and that the second names the sequence and digest of the first.
+1. A reader gets a sealed snapshot or nothing: `sealed()` requires a COMMITTED trainer header, and a SEALED
+   keeper header that names the sequence and digest of the first.
 2. Each record has one writer: trainer headers and progress the trainer, all others the keeper.
 3. Sequence numbers only grow; a torn record reads as the one before.
 4. A slot of another run, node, rank or layout is never accepted.
@@ -13,7 +13,7 @@ Invariants, each with a test in tests/unit/test_arena.py:
     page 1      grant A/B  (keeper)     page 3   progress A/B   (trainer)
     then per slot: trainer header page, keeper header page, layout, values, checksum table, payload
 
-What lies in a payload, and which of its bytes a checksum covers, is in chunks.py.
+The content of a payload, and the bytes that each checksum covers, are described in chunks.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ R = TypeVar("R", bound=h.Record)
 
 @dataclass(frozen=True)
 class SlotSpan:
-    """A stretch of the arena, by absolute offset."""
+    """A range of bytes in the arena, by absolute offset."""
 
     offset: int
     size_bytes: int
@@ -49,7 +49,7 @@ class SlotSpan:
 
 @dataclass(frozen=True)
 class SealedSlot:
-    """A slot that a reader may believe, once its bytes are verified."""
+    """A slot with matching headers; a reader may trust its bytes once they are verified."""
 
     slot: int
     trainer: TrainerHeader
@@ -61,14 +61,14 @@ class SealedSlot:
 
 
 def _most_chunks(layout_bytes: int, values_bytes: int, payload_bytes: int) -> int:
-    """When all regions are full; the payload has two parts that are cut each for itself, which is one chunk more."""
+    """Chunks of full regions; the payload has two parts that are cut separately, which is one chunk more."""
     return num_chunks(layout_bytes) + num_chunks(values_bytes) + num_chunks(payload_bytes) + 1
 
 
 def plan_header(
     need: SnapshotSize, *, slots: int, local_index: int, run_id: str, node_id: str, instance: bytes, generation: int = 1
 ) -> ArenaHeader:
-    """Where everything will lie in an arena with room for `need` in each of `slots`."""
+    """Geometry of an arena with room for `need` in each of `slots`."""
     layout, values = align(max(need.layout_bytes, 1), PAGE), align(max(need.values_bytes, 1), PAGE)
     payload = align(max(need.payload_bytes, 1), PAGE)
     table = align(_most_chunks(layout, values, payload) * DIGEST_BYTES, PAGE)
@@ -85,14 +85,14 @@ def total_bytes(header: ArenaHeader) -> int:
 
 
 class Arena:
-    """Typed access to a segment. Owns the segment."""
+    """Typed access to a memfd. Owns the memfd."""
 
     def __init__(self, segment: Memfd, header: ArenaHeader) -> None:
         self.segment = segment
         self.header = header
         self.arena_id = header.arena_id.hex()
+        # Sequence and half of the next copy of the trainer's records, by offset, once it has written them.
         self._next_copy: dict[int, tuple[int, int]] = {}
-        """of the trainer's records, by offset, once it has written them"""
 
     @classmethod
     def create(cls, header: ArenaHeader, *, reserve: bool = True) -> Arena:
@@ -109,9 +109,9 @@ class Arena:
 
     @classmethod
     def adopt(cls, fd: int, *, run_id: str, node_id: str) -> Arena:
-        """An arena from a descriptor that came from elsewhere; refuses what is not whole or not this run's.
+        """An arena from a received descriptor; refuses one that is damaged or belongs to another run.
 
-        A refused descriptor stays the caller's to close.
+        The caller closes a refused descriptor.
         """
         segment = Memfd.adopt(fd)
         header = ArenaHeader.decode(segment.read(0, ArenaHeader.SIZE))
@@ -136,7 +136,7 @@ class Arena:
             and need.payload_bytes <= self.header.payload_capacity
         )
 
-    # Where things lie
+    # Geometry
 
     def slot_offset(self, slot: int) -> int:
         assert 0 <= slot < self.num_slots, f"slot {slot} of {self.num_slots}"
@@ -158,7 +158,7 @@ class Arena:
         return SlotSpan(before.offset + before.size_bytes, self.header.payload_capacity)
 
     def used_spans(self, slot: int, trainer: TrainerHeader) -> list[SlotSpan]:
-        """The bytes of a snapshot: layout, values, payload, as far as they are used."""
+        """The used bytes of a snapshot: layout, values, payload."""
         sizes = (trainer.layout_bytes, trainer.values_bytes, trainer.payload_bytes)
         spans = (self.layout_span(slot), self.values_span(slot), self.payload_span(slot))
         for size, span in zip(sizes, spans, strict=True):
@@ -174,35 +174,36 @@ class Arena:
     def _read(self, kind: type[R], offset: int) -> tuple[int, R] | None:
         return h.newest(kind, self.segment.read(offset, 2 * h.RECORD_BYTES))
 
+    def _record(self, kind: type[R], offset: int) -> R | None:
+        newest = self._read(kind, offset)
+        return newest[1] if newest else None
+
     def _write(self, record: h.Record, offset: int) -> int:
         pair = self.segment.read(offset, 2 * h.RECORD_BYTES)
         return h.write_pair(record, pair, lambda at, data: self.segment.write(offset + at, data))
 
     def _write_alone(self, record: h.Record, offset: int) -> int:
-        """As the trainer, whom nobody else writes for: what stands there is read once. It is done in every `take`."""
-        known = self._next_copy.get(offset)
-        sequence, half = known or h.next_copy(type(record), self.segment.read(offset, 2 * h.RECORD_BYTES))
+        """Write a record whose only writer is this process: the previous copies are read once, not in every `take`."""
+        cached = self._next_copy.get(offset)
+        sequence, half = cached or h.next_copy(type(record), self.segment.read(offset, 2 * h.RECORD_BYTES))
         self.segment.write(offset + half * h.RECORD_BYTES, h.encode_copy(record, sequence))
         self._next_copy[offset] = (sequence + 1, 1 - half)
         return sequence
 
     def grant(self) -> Grant | None:
-        found = self._read(Grant, GRANT_PAGE)
-        return found[1] if found else None
+        return self._record(Grant, GRANT_PAGE)
 
     def write_grant(self, grant: Grant) -> None:
         self._write(grant, GRANT_PAGE)
 
     def ledger(self) -> Ledger | None:
-        found = self._read(Ledger, LEDGER_PAGE)
-        return found[1] if found else None
+        return self._record(Ledger, LEDGER_PAGE)
 
     def write_ledger(self, ledger: Ledger) -> None:
         self._write(ledger, LEDGER_PAGE)
 
     def progress(self) -> Progress | None:
-        found = self._read(Progress, PROGRESS_PAGE)
-        return found[1] if found else None
+        return self._record(Progress, PROGRESS_PAGE)
 
     def write_progress(self, progress: Progress) -> None:
         self._write_alone(progress, PROGRESS_PAGE)
@@ -215,25 +216,24 @@ class Arena:
         return self._write_alone(header, self.slot_offset(slot))
 
     def keeper_header(self, slot: int) -> KeeperHeader | None:
-        found = self._read(KeeperHeader, self.slot_offset(slot) + PAGE)
-        return found[1] if found else None
+        return self._record(KeeperHeader, self.slot_offset(slot) + PAGE)
 
     def write_keeper_header(self, slot: int, header: KeeperHeader) -> None:
         self._write(header, self.slot_offset(slot) + PAGE)
 
     def committed(self, slot: int) -> tuple[int, TrainerHeader] | None:
         """The trainer header of a slot whose writer finished, with its sequence."""
-        found = self.trainer_header(slot)
-        if found is None or found[1].state != h.COMMITTED or found[1].local_index != self.header.local_index:
+        header = self.trainer_header(slot)
+        if header is None or header[1].state != h.COMMITTED or header[1].local_index != self.header.local_index:
             return None
-        return found
+        return header
 
     def sealed(self, slot: int) -> SealedSlot | None:
         """The slot if it is sealed for exactly what its trainer committed; its bytes are not read here."""
-        found, keeper = self.committed(slot), self.keeper_header(slot)
-        if found is None or keeper is None or keeper.state != h.SEALED:
+        committed, keeper = self.committed(slot), self.keeper_header(slot)
+        if committed is None or keeper is None or keeper.state != h.SEALED:
             return None
-        sequence, trainer = found
+        sequence, trainer = committed
         if keeper.trainer_sequence != sequence or keeper.trainer_digest != trainer_digest(trainer):
             return None
         if keeper.version != trainer.version:
@@ -260,5 +260,5 @@ def _header_problem(header: ArenaHeader, size_bytes: int) -> str:
     if header.slot_stride != 2 * PAGE + sum(capacities):
         return "regions do not add up to the slot"
     if total_bytes(header) != size_bytes:
-        return f"{total_bytes(header)} bytes described, {size_bytes} there"
+        return f"{total_bytes(header)} bytes described, {size_bytes} present"
     return ""
