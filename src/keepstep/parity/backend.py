@@ -1,4 +1,4 @@
-"""Who does the arithmetic on bytes: ISA-L where it is found and passes its test, numpy where not. Same bits."""
+"""Arithmetic on bytes: ISA-L where it is installed and passes its self-test, else numpy. Same bits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from keepstep.parity import isal
 from keepstep.parity.buffer_pins import MemorySpan, Pointers, pointers
 
 FORCE_VARIABLE = "KEEPSTEP_TEST_PARITY_BACKEND"
-STEP_BYTES = 1 << 20
-"""per native call: far below the C int that ISA-L takes, and the overhead of a call is below a thousandth"""
+STEP_BYTES = 1 << 20  # per native call: far below the C int that ISA-L takes; a call costs less than a thousandth
 
 log = logging.getLogger("keepstep")
 
 
 class Backend(Protocol):
+    """A library that computes sums over GF(256) in native memory."""
+
     name: str
     path: str
 
@@ -29,7 +30,7 @@ class Backend(Protocol):
 
 
 def backend() -> str:
-    """`isal` or `numpy`: which one is in use."""
+    """The backend in use: `isal` or `numpy`."""
     return chosen().name
 
 
@@ -37,10 +38,10 @@ def backend() -> str:
 def chosen() -> Backend:
     forced = os.environ.get(FORCE_VARIABLE, "")
     if forced not in ("", "isal", "numpy"):
-        raise ConfigError(f"{FORCE_VARIABLE} = {forced!r} is not known", hint="isal or numpy")
-    found = None if forced == "numpy" else isal.load()
-    if found is not None:
-        return found
+        raise ConfigError(f"{FORCE_VARIABLE} = {forced!r} is not a backend", hint="isal or numpy")
+    library = None if forced == "numpy" else isal.load()
+    if library is not None:
+        return library
     if forced == "isal":
         raise ConfigError("no ISA-L that works was found", hint="pip install pyeclib")
     if not forced:
@@ -51,9 +52,9 @@ def chosen() -> Backend:
 
 
 def mix_ragged(rows: Sequence[bytes], sources: Sequence[MemorySpan], targets: Sequence[int], size: int) -> None:
-    """Sums over sources of unequal length: beyond its end a source is zero, and none is copied to make it so.
+    """Sums over sources of unequal length, which are zero beyond their end and are not copied.
 
-    The range is cut where a source ends; between two cuts the sum simply has fewer terms.
+    The range is cut where a source ends; between two cuts the sum has fewer terms.
     """
     native, start = chosen(), 0
     for end in sorted({min(source.size, size) for source in sources} | {size}):

@@ -1,8 +1,8 @@
-"""Addresses of Python buffers, held for as long as native code uses them.
+"""Addresses of Python buffers, valid for as long as native code uses them.
 
-ctypes keeps no reference to what an address came from: a buffer that is freed or a map that is closed under a
-native call corrupts the heap. So addresses are handed out only by `Pins`, which holds an export of every buffer
-(an mmap with an export cannot be closed, a bytearray cannot be resized) until its block ends.
+ctypes keeps no reference to the owner of an address: a buffer that is freed or a map that is closed during a
+native call corrupts the heap. So only `Pins` returns addresses; it holds an export of every buffer (an mmap
+with an export cannot be closed, a bytearray cannot be resized) until its block ends.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class MemorySpan(NamedTuple):
 
 NOTHING = MemorySpan(0, 0)
 
-Pointers: TypeAlias = "ctypes.Array[ctypes.c_void_p]"
-"""addresses as native code takes them; they hold nothing"""
+Pointers: TypeAlias = "ctypes.Array[ctypes.c_void_p]"  # addresses for native code; they keep nothing alive
 
 
 def pointers(addresses: Sequence[int]) -> Pointers:
@@ -35,7 +34,7 @@ def pointers(addresses: Sequence[int]) -> Pointers:
 
 
 class Pins:
-    """Hands out spans of buffers; they stay valid inside the `with` block."""
+    """Spans of buffers that stay valid inside the `with` block."""
 
     def __init__(self) -> None:
         self._held: list[_Export] = []
@@ -51,7 +50,7 @@ class Pins:
         try:
             _get_buffer(buffer, ctypes.byref(export), flags)
         except (BufferError, ValueError) as error:
-            raise ValueError(f"a {type(buffer).__name__} cannot be {use} as one piece of memory: {error}") from None
+            raise ValueError(f"a {type(buffer).__name__} cannot be {use} as contiguous memory: {error}") from None
         self._held.append(export)
         return MemorySpan(export.address or 0, export.size)
 
@@ -74,7 +73,7 @@ class _Export(ctypes.Structure):
     ]  # fmt: skip
 
 
-# A handle of our own: argument types set on ctypes.pythonapi would be everybody's.
+# A handle of our own: argument types set on ctypes.pythonapi apply to the whole process.
 _python = ctypes.PyDLL(None)
 _get_buffer = _python.PyObject_GetBuffer
 _get_buffer.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.c_int]

@@ -1,15 +1,15 @@
-"""An erasure code: k pieces of data, m parity rows, and any k of these k + m give back the rest.
+"""An erasure code: k data units, m parity units, and any k of these k + m determine the others.
 
-Rows of coefficients, all of the same field, so that each row can be computed by another node:
+Each row of coefficients is independent of the others, so that each can be computed by another node:
 
     m = 1   ones                               P: exclusive or
     m = 2   ones, powers of the generator      P + Q
-    m >= 3  Cauchy, scaled so that the first row is ones; every square part of it has an inverse, so any m may go
+    m >= 3  Cauchy, scaled so that the first row is ones; every square part has an inverse, so any m may be lost
 
-The coefficient of source i in row r depends on (m, r, i) and not on k: a source that is absent is a source of zeros.
+The coefficient of source i in row r depends on (m, r, i) and not on k: an absent source counts as zeros.
 
-Data is read where it lies and written where it belongs. Sources may be shorter than the result, or absent: they are
-zero beyond their end, without being copied. Nothing here keeps state but bounded caches: use it from any thread.
+Data is read and written in place. Sources may be shorter than the result, or absent: they are zero beyond their end,
+without being copied. The only state is bounded caches: use it from any thread.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ DECODERS_KEPT = 1024
 
 
 class Code:
-    """k pieces of data protected by m parity rows. Indices 0..k-1 are data, k..k+m-1 the rows."""
+    """k data units protected by m parity units. Indices 0..k-1 are data, k..k+m-1 parity."""
 
     def __init__(self, k: int, m: int) -> None:
         if not (1 <= k <= MAX_DATA and 0 <= m <= MAX_PARITY):
-            raise ValueError(f"no code for {k} data and {m} parity pieces: 1 to {MAX_DATA} and 0 to {MAX_PARITY}")
+            raise ValueError(f"no code for {k} data and {m} parity units: 1 to {MAX_DATA} and 0 to {MAX_PARITY}")
         self.k = k
         self.m = m
         self.rows = tuple(coefficients(m, row, k) for row in range(m))
@@ -55,9 +55,9 @@ class Code:
             mix_ragged([self.rows[row]], spans, [target.address], target.size)
 
     def rebuild(self, erased: int, available: Mapping[int, Buffer | None], out: Buffer) -> None:
-        """Fill `out` with data piece `erased`, from any k of the available pieces; longer ones are cut to its size."""
+        """Fill `out` with data unit `erased`, from any k of the available units; longer ones are cut to its size."""
         if not 0 <= erased < self.k:
-            raise ValueError(f"data piece {erased} of {self.k}")
+            raise ValueError(f"data unit {erased} of {self.k}")
         chosen = self._choose(erased, available)
         with Pins() as pins:
             target, spans = pins.write(out), [pins.read(available[index]) for index in chosen]
@@ -65,14 +65,14 @@ class Code:
             mix_ragged([decoder(self.k, self.m, chosen, erased)], spans, [target.address], target.size)
 
     def _choose(self, erased: int, available: Iterable[int]) -> tuple[int, ...]:
-        """The k pieces to use: data first, then the cheapest rows."""
+        """The k units to use: data first, then the cheapest rows."""
         indices = sorted(available)
         if any(not 0 <= index < self.k + self.m for index in indices):
-            raise ValueError(f"pieces {indices} of a code of {self.k} + {self.m}")
+            raise ValueError(f"units {indices} of a code of {self.k} + {self.m}")
         if erased in indices:
-            raise ValueError(f"piece {erased} is to be rebuilt and available at once")
+            raise ValueError(f"unit {erased} is to be rebuilt and is available")
         if len(indices) < self.k:
-            raise ValueError(f"{len(indices)} pieces are available, {self.k} are needed to rebuild one")
+            raise ValueError(f"{len(indices)} units are available, {self.k} are needed to rebuild one")
         return tuple(indices[: self.k])
 
 
@@ -86,7 +86,7 @@ def weighted_sum(weights: bytes, sources: Sequence[Buffer], out: Buffer) -> None
 
 @lru_cache(maxsize=DECODERS_KEPT)
 def coefficients(m: int, row: int, k: int) -> bytes:
-    """Of parity row `row` of a code with m rows, for sources 0..k-1."""
+    """Coefficients of parity row `row` of a code with m rows, for sources 0..k-1."""
     if row == 0:
         return bytes([1] * k)
     if m == 2:
@@ -99,26 +99,26 @@ def coefficients(m: int, row: int, k: int) -> bytes:
 
 @lru_cache(maxsize=DECODERS_KEPT)
 def decoder(k: int, m: int, chosen: tuple[int, ...], erased: int) -> bytes:
-    """Coefficients that give the erased piece as a sum over the chosen ones.
+    """Coefficients of the erased unit as a sum over the chosen units.
 
-    Only as many unknowns are solved for as parity rows are used (at most four): P_r = sum over data, so the unknowns
-    are the inverse of their part of the rows, times what is left of P_r when the known data is taken off.
+    There are as many unknowns as parity rows in use (at most four): P_r = sum over data, so the unknowns are the
+    inverse of their part of the rows, times P_r minus the known data.
     """
-    known = [index for index in chosen if index < k]
+    given = [index for index in chosen if index < k]
     rows = [coefficients(m, index - k, k) for index in chosen if index >= k]
-    unknown = [index for index in range(k) if index not in known]
+    unknown = [index for index in range(k) if index not in given]
     solved = galois.inverse([[row[index] for index in unknown] for row in rows])[unknown.index(erased)]
-    of_known = []
-    for index in known:
+    of_given = []
+    for index in given:
         total = 0
         for factor, row in zip(solved, rows, strict=True):
             total ^= galois.mul(factor, row[index])
-        of_known.append(total)
-    return bytes([*of_known, *solved])
+        of_given.append(total)
+    return bytes([*of_given, *solved])
 
 
 def _check_apart(spans: Sequence[MemorySpan], target: MemorySpan) -> None:
-    """Native code reads a source again after it has written there."""
+    """Refuse a result that overlaps a source: native code reads sources after it has begun to write."""
     for span in spans:
         if span.address < target.address + target.size and target.address < span.address + span.size:
             raise ValueError("the result overlaps a source")

@@ -24,10 +24,11 @@ def memory_bytes(
     window_bytes: int = WINDOW_BYTES,
     restore_ring_bytes: int = 0,
 ) -> int:
-    """What a keeper holds on one node (PROTOCOL, section A); `largest_` is over the nodes of the group.
+    """Memory that a keeper holds on one node; `largest_` is over the nodes of the group.
 
-    `replicas` are (bytes, nodes that share them); a class kept whole on every node counts as (bytes, m + 1). Parity
-    is reserved in whole chunks, twice: the protected version's stays until the next is acknowledged.
+    `replicas` are (bytes, nodes that share them); a replica set kept whole on every node counts as
+    (bytes, m + 1). Parity is reserved in whole chunks, twice: that of the protected version stays until the
+    next is acknowledged.
     """
     k = Placement(n, m).k
     if any(nodes <= m for _, nodes in replicas):
@@ -42,7 +43,7 @@ def memory_bytes(
 def min_node_period_s(
     *, unique_bytes: int, m: int, cores: float, nic_bytes_s: float, cap_bytes_s: float = 0.0
 ) -> float:
-    """The shortest time between two versions that survive a node (PROTOCOL 49). A cap of 0 is none."""
+    """The shortest time between two protected versions. A cap of 0 is none."""
     moved = m * unique_bytes
     rates = [rate for rate in (nic_bytes_s, cap_bytes_s) if rate > 0]
     return max([CPU_S_PER_GB * moved / 1e9 / cores, *(moved / rate for rate in rates)])

@@ -1,7 +1,7 @@
-"""16 bytes of a chunk that obey the arithmetic of the code: F(a + b) = F(a) + F(b), F(c a) = c F(a).
+"""Fingerprints: 16 bytes of a chunk, linear like the code: F(a + b) = F(a) + F(b), F(c a) = c F(a).
 
 So the fingerprint of a parity chunk follows from those of its sources, and keepers find a replica that differs, or a
-parity chunk that is not the sum it claims to be, by exchanging 16 bytes per chunk and reading nothing twice.
+parity chunk that is not the sum of its sources, by exchanging 16 bytes per chunk and reading nothing twice.
 
 A chunk is folded four times: cut into blocks B_0, B_1, ..., and row r of the result is the sum of g^(r j) B_j. The
 rows of a fold are a Vandermonde matrix with different points, and each fold has twice the rows of the one before:
@@ -42,12 +42,11 @@ class FoldStep(NamedTuple):
 # It reads the chunk, the others stay in the cache: more streams outrun the prefetcher (20: a third slower), and
 # streams that are a power of two apart fall into the same places of the cache (16: a third slower).
 FOLDS = (FoldStep(17, 246848, 2), FoldStep(253, 1952, 4), FoldStep(252, 31, 8), FoldStep(248, 1, 16))
-SHORTEST = 64
-"""bytes per native call: below, kernels fall back to byte by byte, so a short block is read on into what follows it"""
+SHORTEST = 64  # bytes per native call: below, kernels work byte by byte, so short blocks are read with what follows
 
 
 def fingerprint(chunk: Buffer) -> bytes:
-    """Of up to 4 MiB. Native, reads the chunk once, releases the GIL."""
+    """The fingerprint of a chunk of up to 4 MiB. Native, reads the chunk once, releases the GIL."""
     first = FOLDS[0]
     with Pins() as pins:
         data = pins.read(chunk)
@@ -62,11 +61,11 @@ def fingerprint(chunk: Buffer) -> bytes:
 
 def combine(coefficients: Sequence[int], fingerprints: Sequence[bytes]) -> bytes:
     """The fingerprint of the sum of coefficient times chunk, from the fingerprints of the chunks."""
-    if any(len(one) != FINGERPRINT_BYTES for one in fingerprints):
+    if any(len(part) != FINGERPRINT_BYTES for part in fingerprints):
         raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
     total = bytes(FINGERPRINT_BYTES)
-    for coefficient, one in zip(coefficients, fingerprints, strict=True):
-        total = galois.add(total, galois.scale(coefficient, one))
+    for coefficient, part in zip(coefficients, fingerprints, strict=True):
+        total = galois.add(total, galois.scale(coefficient, part))
     return total
 
 
@@ -82,10 +81,10 @@ def _matrix(level: int) -> bytes:
 
 
 class _Scratch:
-    """What a thread needs for the folds after the first: their inputs, and where all sources and targets lie.
+    """Buffers of a thread for the folds after the first: their inputs, and the addresses of sources and targets.
 
-    The input of a fold is the rows of the one before, in the first bytes of its place. What follows them is never
-    written, so that it stays zero: the end of the last block, and what a short block is read on into.
+    The input of a fold is the rows of the previous one, at the start of its buffer. The bytes behind them are never
+    written and stay zero: the end of the last block, and the bytes that are read with a short block.
     """
 
     def __init__(self) -> None:
@@ -101,8 +100,7 @@ class _Scratch:
             else _spaced(inputs[level], fold.num_rows, fold.block_bytes)
             for level, fold in enumerate(FOLDS)
         ]
-        self.rows = targets[0]
-        """where the first fold's go"""
+        self.rows = targets[0]  # of the first fold
         # Made once: an array of 250 pointers takes longer to make than to use.
         self._targets = [pointers(some) for some in targets]
         self._sources = [
@@ -120,7 +118,7 @@ class _Scratch:
         return self._wide.raw[::SHORTEST]
 
     def _move_together(self, target: memoryview, fold: FoldStep) -> None:
-        """Not by memmove of ctypes, which gives the interpreter up for each of dozens of moves of a few bytes."""
+        """Pack spaced rows. ctypes.memmove would release the GIL for each of dozens of moves of a few bytes."""
         size, wide = fold.block_bytes, self._wide_view
         for row in range(fold.num_rows):
             target[row * size : (row + 1) * size] = wide[row * SHORTEST : row * SHORTEST + size]
@@ -134,7 +132,7 @@ _threads = threading.local()
 
 
 def _scratch() -> _Scratch:
-    found: _Scratch | None = getattr(_threads, "scratch", None)
-    if found is None:
-        found = _threads.scratch = _Scratch()
-    return found
+    scratch: _Scratch | None = getattr(_threads, "scratch", None)
+    if scratch is None:
+        scratch = _threads.scratch = _Scratch()
+    return scratch

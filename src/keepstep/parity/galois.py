@@ -1,7 +1,7 @@
 """GF(256) over 0x11d with generator 2: the field of every code, table and fingerprint here.
 
 Pure Python, because a keeper never imports numpy where ISA-L works: only coefficients are computed here, never data.
-It is also the judge: native code is believed only after it has agreed with these tables (`isal.self_test`).
+It is also the reference: native code is used only after it agreed with these tables (`isal.self_test`).
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from functools import lru_cache
 
 POLYNOMIAL = 0x11D
 GENERATOR = 2
-ORDER = 255
-"""of the generator: its powers run through every element but zero"""
+ORDER = 255  # of the generator: its powers are every element but zero
 
 
 def _powers() -> bytes:
-    found, value = bytearray(), 1
+    powers, value = bytearray(), 1
     for _ in range(ORDER):
-        found.append(value)
+        powers.append(value)
         value <<= 1
         if value & 0x100:
             value ^= POLYNOMIAL
-    return bytes(found * 2)
+    return bytes(powers * 2)
 
 
-# Twice around, so that the sum of two logarithms needs no remainder.
+# Two periods, so that the sum of two logarithms needs no remainder.
 EXP = _powers()
 LOG = {value: power for power, value in enumerate(EXP[:ORDER])}
 

@@ -1,11 +1,11 @@
-"""ISA-L through ctypes: found, tested, and refused when it computes anything but what `field` says.
+"""ISA-L through ctypes: found, tested, and refused when a result differs from `galois`.
 
 The library is a private file of pyeclib's wheel, not an API of it, so nothing is assumed: each candidate is tried in
-turn, and one that is absent, lacks a function or fails the self-test is passed over with a line in the log.
+turn; one that is absent, lacks a function or fails the self-test is skipped with a line in the log.
 
-Traps this file keeps others out of: lengths are C ints and ctypes truncates silently (`MAX_BYTES`); the tables of
-`ec_init_tables` depend on the processor, so they never leave the process; calls release the GIL, so whoever calls
-holds the memory (buffers.Pins).
+Traps that are handled here: lengths are C ints and ctypes truncates silently (`MAX_BYTES`); the tables of
+`ec_init_tables` depend on the processor, so they never leave the process; calls release the GIL, so the caller must
+hold the memory (`buffer_pins.Pins`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from keepstep.parity import galois
 from keepstep.parity.buffer_pins import Pointers, pointers
 
 SYSTEM_LIBRARY = "libisal.so.2"
-MAX_BYTES = 1 << 30
-"""in one call"""
-TABLES_KEPT = 512
-"""for different matrices; each takes 32 bytes per coefficient"""
+MAX_BYTES = 1 << 30  # in one call
+TABLES_KEPT = 512  # for different matrices; each takes 32 bytes per coefficient
 
 log = logging.getLogger("keepstep")
 
 
 class IsalBackend:
-    """The two functions of ISA-L that are needed."""
+    """The two functions of ISA-L that keepstep needs."""
 
     name = "isal"
 
@@ -58,21 +56,22 @@ class IsalBackend:
 
 
 def load(paths: Iterable[str] | None = None, *, open_library: Callable[[str], Any] = ctypes.CDLL) -> IsalBackend | None:
-    """The first candidate that works, or None."""
+    """Load the first candidate that works, or None."""
     for path in candidates() if paths is None else paths:
         try:
-            found = IsalBackend(open_library(path), path)
+            library = IsalBackend(open_library(path), path)
         except (OSError, AttributeError) as error:
             log.debug("no ISA-L in %s: %s", path, error)
             continue
-        problem = self_test(found)
+        problem = self_test(library)
         if not problem:
-            return found
+            return library
         log.warning("the ISA-L in %s is not used: %s", path, problem)
     return None
 
 
 def candidates() -> Iterator[str]:
+    """Paths of libraries to try: in pyeclib's wheel, then the system's."""
     try:
         files = importlib.metadata.files("pyeclib") or []
     except importlib.metadata.PackageNotFoundError:
@@ -82,13 +81,13 @@ def candidates() -> Iterator[str]:
 
 
 def self_test(library: IsalBackend) -> str:
-    """Why the library cannot be believed; empty when it can."""
+    """The reason why the library must not be used; empty when it is correct."""
     every = bytes(range(256))
     got = _mix(library, every[1:], 255, [every], 256)
     for coefficient in range(1, 256):
         if got[coefficient - 1] != galois.products(coefficient):
             return f"products with {coefficient} are wrong"
-    # Shapes: kernels differ by the number of targets, and handle short buffers and the end of long ones apart.
+    # Kernels differ by the number of targets, and handle short buffers and the end of long ones separately.
     for num_sources, num_targets, size in ((1, 1, 1), (4, 1, 4099), (7, 2, 1000), (32, 4, 95), (3, 3, 31), (5, 6, 64)):
         rows = [bytes(galois.power(t * s + t) for s in range(num_sources)) for t in range(num_targets)]
         sources = [every[s:].ljust(size, bytes([s + 1]))[:size] for s in range(num_sources)]
@@ -106,7 +105,7 @@ def _expected(row: bytes, sources: Sequence[bytes], size: int) -> bytes:
 
 
 def _mix(library: IsalBackend, matrix: bytes, num_targets: int, sources: Sequence[bytes], size: int) -> list[bytes]:
-    """Through memory that is unaligned and has guards; a target whose guard changed comes back as nothing."""
+    """Results in unaligned memory with guards; a target whose guard changed is returned empty."""
     guard, stride = b"\xa5" * 64, size + 129
     inputs = ctypes.create_string_buffer(b"".join(s.ljust(stride, b"\x5a") for s in sources))
     outputs = ctypes.create_string_buffer(b"\xa5" * (num_targets * stride + 64))
@@ -117,8 +116,8 @@ def _mix(library: IsalBackend, matrix: bytes, num_targets: int, sources: Sequenc
         pointers(range(start_out, start_out + num_targets * stride, stride)),
         size,
     )
-    raw, found = outputs.raw, []
+    raw, results = outputs.raw, []
     for at in range(64, 64 + num_targets * stride, stride):
         whole = raw[at - 64 : at + size + 64]
-        found.append(whole[64:-64] if whole[:64] == guard == whole[-64:] else b"")
-    return found
+        results.append(whole[64:-64] if whole[:64] == guard == whole[-64:] else b"")
+    return results

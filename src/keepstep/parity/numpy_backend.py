@@ -1,7 +1,7 @@
-"""The arithmetic with numpy, where there is no ISA-L: same bits, a fifth of the speed.
+"""Arithmetic with numpy, where there is no ISA-L: same bits, a fifth of the speed.
 
 Eight bytes at a time: doubling in the field is a shift and a masked exclusive or on 64-bit words. A sum with
-coefficients goes through their bits from the highest: double what there is, add the sources that have this bit.
+coefficients processes their bits from the highest: double the total, add the sources that have this bit.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy.typing as npt
 from keepstep.parity import galois
 from keepstep.parity.buffer_pins import Pointers
 
-BLOCK_BYTES = 64 << 10
-"""worked on at a time, so that intermediate results stay in the cache"""
-SHORT_BYTES = 512
-"""below, a table of products is faster than eight passes"""
+BLOCK_BYTES = 64 << 10  # processed at a time, so that intermediate results stay in the cache
+SHORT_BYTES = 512  # up to this size a table of products is faster than eight passes
 
 Words = npt.NDArray[Any]
 
 
 class NumpyBackend:
+    """`Backend` with numpy."""
+
     name = "numpy"
     path = np.__file__ or ""
 
@@ -77,7 +77,7 @@ def _sum(row: bytes, sources: Sequence[Words]) -> Words:
 
 
 def _double(words: Words) -> None:
-    """Each byte times the generator, in place."""
+    """Multiply each byte by the generator, in place."""
     every = words.dtype.type(int.from_bytes(b"\x01" * words.itemsize, "little"))
     carry = (words >> words.dtype.type(7)) & every
     np.left_shift(words, 1, out=words)

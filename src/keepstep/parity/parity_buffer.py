@@ -1,11 +1,11 @@
 """Parity in memory: one sealed memfd per protected version, held by trainers and launcher like an arena.
 
-    page 0      what it is (two copies, the older is overwritten)
+    page 0      header (two copies, the older is overwritten)
     page 1      meta: the group, its manifests          msgpack, with its digest in the header
     then        table: xxh3_128 per parity chunk        payload: parity chunks, each on a multiple of 64
 
-States: ENCODING while it is written, PLACED when every chunk is checked. A buffer that is not PLACED
-holds nothing. Written by the keeper only; chunks are checked against the table by whoever reads them.
+States: ENCODING while it is written, PLACED when every chunk is written and verified. A buffer that is
+not PLACED is empty. Written by the keeper only; readers verify chunks against the table.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ DIGEST_BYTES = 16
 META = PAGE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParityHeader:
-    """What a parity buffer holds. Written by the keeper."""
+    """State and geometry of a parity buffer. Written by the keeper only."""
 
     KIND: ClassVar[bytes] = MAGIC
     _STRUCT: ClassVar[struct.Struct] = struct.Struct("<IIIIQQqQQQQQQ16s16s16s")
@@ -66,26 +66,28 @@ class ParityHeader:
         (state, n, m, position, vn, vx, step, number, nonce, attempt, b0, b1, b2, meta, table, name) = (
             cls._STRUCT.unpack_from(body)
         )
-        version, own = Version(Incarnation(vn, vx), step), Incarnation(number, nonce)
-        return cls(state, n, m, position, version, own, attempt, b0, b1, b2, meta, table, name)
+        return cls(
+            state=state, n=n, m=m, position=position, version=Version(Incarnation(vn, vx), step),
+            incarnation=Incarnation(number, nonce), attempt=attempt, meta_bytes=b0, table_bytes=b1, payload_bytes=b2,
+            meta_digest=meta, table_digest=table, buffer_id=name,
+        )  # fmt: skip
 
 
 class ParityGroup(msgspec.Struct, frozen=True):
-    """Who the group is, and what must be known of each member to rebuild it."""
+    """The members of a group, and their manifests, which a rebuild needs."""
 
     run_id: str
     node_id: str
     members: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
     world_size: int
-    manifests: tuple[bytes, ...]
-    """by position, encoded"""
+    manifests: tuple[bytes, ...]  # by position, encoded
+    # (stripe, row of the code, sizes of its chunks) of the parity in the payload, in its order.
     rows: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """(stripe, row of the code, sizes of its chunks) of the parity in the payload, in its order"""
 
 
 class ParityBuffer:
-    """A parity buffer over a segment, which it owns."""
+    """A parity buffer over a memfd, which it owns."""
 
     def __init__(self, segment: Memfd, header: ParityHeader | None, meta: ParityGroup | None) -> None:
         self.segment = segment
@@ -101,14 +103,14 @@ class ParityBuffer:
 
     @classmethod
     def adopt(cls, fd: int, *, run_id: str, node_id: str) -> ParityBuffer:
-        """One that came from elsewhere, if it is PLACED and this node's. A refused descriptor stays the caller's."""
+        """A received buffer, if it is PLACED and this node's. The caller closes a refused descriptor."""
         segment = Memfd.adopt(fd)
-        found = h.newest(ParityHeader, segment.read(0, 2 * h.RECORD_BYTES))
-        if found is None:
+        newest = h.newest(ParityHeader, segment.read(0, 2 * h.RECORD_BYTES))
+        if newest is None:
             raise IntegrityError("the parity buffer has no sound header")
-        header = found[1]
+        header = newest[1]
         if header.state != PLACED:
-            raise IntegrityError("the parity was not finished")
+            raise IntegrityError("the parity is not complete")
         if META + header.meta_bytes > segment.size_bytes or header.meta_bytes > 1 << 31:
             raise IntegrityError("the parity header contradicts itself")
         raw = segment.read(META, header.meta_bytes)
@@ -120,21 +122,22 @@ class ParityBuffer:
             raise IntegrityError(f"the manifests beside the parity cannot be read: {error}") from error
         if (meta.run_id, meta.node_id) != (run_id, node_id):
             raise IntegrityError(f"the parity belongs to run {meta.run_id!r} on node {meta.node_id!r}")
-        made = cls(segment, header, meta)
-        made._check_table()
-        return made
+        buffer = cls(segment, header, meta)
+        buffer._check_table()
+        return buffer
 
     # Writing
 
     def begin(self, meta: ParityGroup, *, key: tuple[Version, Incarnation, int], n: int, m: int, position: int) -> None:
-        """Forget what it held and make room for this; `place` when all chunks are written."""
+        """Discard the content and prepare for this version; call `place` when all chunks are written."""
         raw = msgspec.msgpack.encode(meta)
         version, incarnation, attempt = key
         chunks = sum(len(sizes) for _, _, sizes in meta.rows)
         self.header = ParityHeader(
-            ENCODING, n, m, position, version, incarnation, attempt, len(raw), chunks * DIGEST_BYTES,
-            sum(align(size) for _, _, sizes in meta.rows for size in sizes), xxhash.xxh3_128_digest(raw),
-            bytes(16), bytes.fromhex(self.buffer_id),
+            state=ENCODING, n=n, m=m, position=position, version=version, incarnation=incarnation, attempt=attempt,
+            meta_bytes=len(raw), table_bytes=chunks * DIGEST_BYTES,
+            payload_bytes=sum(align(size) for _, _, sizes in meta.rows for size in sizes),
+            meta_digest=xxhash.xxh3_128_digest(raw), table_digest=bytes(16), buffer_id=bytes.fromhex(self.buffer_id),
         )  # fmt: skip
         self.meta = meta
         self._write_header()
@@ -150,7 +153,7 @@ class ParityBuffer:
         self._table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = xxhash.xxh3_128_digest(data)
 
     def place(self) -> None:
-        """All chunks are there: from now on it is worth something."""
+        """Mark the buffer as PLACED: all chunks are written."""
         assert self.header is not None
         table = bytes(self._table)
         self.segment.write(self._table_at, table)
@@ -158,7 +161,7 @@ class ParityBuffer:
         self._write_header()
 
     def void(self) -> None:
-        """What it held is worth nothing any more."""
+        """Mark the content as void."""
         if self.header is not None:
             self.header = _replace(self.header, state=ENCODING)
             self._write_header()
@@ -211,7 +214,7 @@ class ParityBuffer:
 
 
 def size_needed(meta: ParityGroup) -> int:
-    """Bytes of a buffer for this."""
+    """Bytes of a buffer for this group."""
     meta_bytes = len(msgspec.msgpack.encode(meta))
     chunks = sum(len(sizes) for _, _, sizes in meta.rows)
     table = align(META + meta_bytes, PAGE)
@@ -220,7 +223,7 @@ def size_needed(meta: ParityGroup) -> int:
 
 
 def is_parity(fd: int) -> bool:
-    """Whether a memfd that came from elsewhere is a parity buffer; an arena begins otherwise."""
+    """Whether a received memfd is a parity buffer; an arena has another magic."""
     segment = Memfd.adopt(fd)
     return any(segment.read(at, 8) == MAGIC for at in (0, h.RECORD_BYTES))
 

@@ -1,6 +1,6 @@
 """Which nodes protect each other, which stripe each chunk belongs to, and what can be recovered. Pure.
 
-A group of n nodes, m of which may be lost, has k = n - m data pieces per stripe. Nodes are named by their position in
+A group of n nodes, m of which may be lost, has k = n - m data units per stripe. Nodes are named by their position in
 the group, which is sticky: it belongs to the ledger, not to the order of ranks.
 
     Placement   state that only one node has: its chunks go to the parity holders of n rotating stripes
@@ -19,7 +19,7 @@ from keepstep.parity.code import MAX_DATA, MAX_PARITY
 
 @dataclass(frozen=True)
 class NodePlace:
-    """A node and what fails together with it (rack, switch); an empty domain is the node's own."""
+    """A node and its failure domain (rack, switch); an empty domain means the node alone."""
 
     node_id: str
     domain: str = ""
@@ -28,7 +28,7 @@ class NodePlace:
 def cut_groups(nodes: Sequence[NodePlace], group_size: int, losses: int) -> tuple[tuple[int, ...], ...]:
     """Groups of indices into `nodes`, for `losses` lost nodes per group, sizes that differ by at most one.
 
-    Nodes are dealt out in the order of their domains, so that a domain's nodes are as far as possible in different
+    Nodes are assigned in the order of their domains, so that a domain's nodes are as far as possible in different
     groups. The result depends on names only, not on the order of `nodes`.
     """
     count = len(nodes)
@@ -58,13 +58,13 @@ def keep_positions(before: Sequence[str], nodes: Sequence[str]) -> tuple[str, ..
     When the number of nodes changed there are no places to keep: survivors come first, in their old order.
     """
     if len(set(nodes)) != len(nodes) or len(set(before)) != len(before):
-        raise ValueError("a node is named twice")
-    present, known = set(nodes), set(before)
-    newcomers = [node for node in nodes if node not in known]
+        raise ValueError("a node is listed twice")
+    present, former = set(nodes), set(before)
+    newcomers = [node for node in nodes if node not in former]
     if len(before) != len(nodes):
         return (*(node for node in before if node in present), *newcomers)
-    arriving = iter(newcomers)
-    return tuple(node if node in present else next(arriving) for node in before)
+    newcomer = iter(newcomers)
+    return tuple(node if node in present else next(newcomer) for node in before)
 
 
 @dataclass(frozen=True)
@@ -82,22 +82,22 @@ class Placement:
         return self.n - self.m
 
     def parity_holders(self, stripe: int) -> tuple[int, ...]:
-        """By row of the code: holder p computes row p."""
+        """Positions that hold parity, by row of the code: the p-th holder computes row p."""
         self._check(stripe, "stripe")
         return tuple((stripe + row) % self.n for row in range(self.m))
 
     def sources(self, stripe: int) -> tuple[int, ...]:
-        """By index in the code: the positions whose chunks are the data of this stripe."""
+        """Positions whose chunks are the data of this stripe, by index in the code."""
         holders = self.parity_holders(stripe)
         return tuple(position for position in range(self.n) if position not in holders)
 
     def parity_stripes(self, position: int) -> tuple[tuple[int, int], ...]:
-        """(stripe, row of the code) for all the parity that a position holds."""
+        """(stripe, row of the code) of all parity that a position holds."""
         self._check(position, "position")
         return tuple(sorted(((position - row) % self.n, row) for row in range(self.m)))
 
     def data_stripes(self, position: int) -> tuple[int, ...]:
-        """The k stripes a position is a source of; unit u of its data travels in the u-th."""
+        """The k stripes that a position is a source of; its chunk c belongs to the (c mod k)-th of them."""
         self._check(position, "position")
         return self._data_stripes[position]
 
@@ -108,7 +108,7 @@ class Placement:
         return self.data_stripes(position)[chunk % self.k], chunk // self.k
 
     def chunk_of(self, position: int, stripe: int, row: int) -> int:
-        """Which chunk of a position lies there; it may be beyond the position's last, and is zero then."""
+        """The chunk of a position in a row of a stripe; beyond the position's last chunk it is zero."""
         if stripe not in self.data_stripes(position) or row < 0:
             raise ValueError(f"position {position} has no data in row {row} of stripe {stripe}")
         return row * self.k + self.data_stripes(position).index(stripe)
@@ -130,7 +130,7 @@ class Placement:
 
 
 def recoverable(n: int, m: int, data_lost: Set[int], parity_lost: Set[int]) -> str:
-    """Empty when every stripe decodes, else why not. Positions may have lost their data, their parity or both."""
+    """The reason why a stripe cannot be decoded, else empty. Positions may lose their data, their parity or both."""
     placement = Placement(n, m)
     for stripe in range(n):
         lost = [position for position in placement.sources(stripe) if position in data_lost]
@@ -138,7 +138,7 @@ def recoverable(n: int, m: int, data_lost: Set[int], parity_lost: Set[int]) -> s
         if len(lost) > left:
             names = ", ".join(map(str, lost))
             return (
-                f"stripe {stripe} needs {len(lost)} parity pieces to rebuild the data of position {names} "
+                f"stripe {stripe} needs {len(lost)} parity units to rebuild the data of position {names} "
                 f"and has {left} of {m} left"
             )
     return ""
@@ -146,9 +146,9 @@ def recoverable(n: int, m: int, data_lost: Set[int], parity_lost: Set[int]) -> s
 
 @dataclass(frozen=True)
 class ShareMap:
-    """Which position keeps which part of a stream of chunks that all n positions have alike.
+    """Which position keeps which part of a replica set that all n positions hold.
 
-    Chunk q is source q % k of stripe-row q // k. In each stripe-row every position takes one piece, m of them parity,
+    Chunk q is source q % k of stripe-row q // k. In each stripe-row every position takes one unit, m of them parity,
     from an origin that moves on by one with the row and by m with `turn`. Give the count of snapshots as turn, not the
     step (with every=N steps may share a factor with n): in ceil(n / m) turns in a row each position has then computed
     parity over every chunk of its own copy, which is how a replica that has drifted is found.
@@ -179,13 +179,13 @@ class ShareMap:
         return list(range(stripe * self.k, min((stripe + 1) * self.k, self.num_chunks)))
 
     def data_of(self, position: int) -> list[int]:
-        """The chunks a position keeps."""
+        """The chunks that a position keeps."""
         places = ((stripe, self._place(position, stripe) - self.m) for stripe in range(self.num_stripes))
         chunks = (stripe * self.k + source for stripe, source in places if source >= 0)
         return [chunk for chunk in chunks if chunk < self.num_chunks]
 
     def parity_of(self, position: int) -> list[tuple[int, int]]:
-        """(stripe-row, row of the code) of the parity a position keeps."""
+        """(stripe-row, row of the code) of the parity that a position keeps."""
         places = ((stripe, self._place(position, stripe)) for stripe in range(self.num_stripes))
         return [(stripe, place) for stripe, place in places if place < self.m]
 

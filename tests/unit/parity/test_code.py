@@ -27,7 +27,7 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     backend.chosen.cache_clear()
 
 
-def pieces_of(code: Code, data: list[bytes], size: int) -> list[bytes]:
+def units_of(code: Code, data: list[bytes], size: int) -> list[bytes]:
     """The data and its parity, computed by the tables."""
     found = []
     for row in range(code.m):
@@ -38,28 +38,28 @@ def pieces_of(code: Code, data: list[bytes], size: int) -> list[bytes]:
     return [*data, *found]
 
 
-def random_pieces(k: int, m: int, size: int, *, ragged: bool = False) -> tuple[Code, list[bytes]]:
+def random_units(k: int, m: int, size: int, *, ragged: bool = False) -> tuple[Code, list[bytes]]:
     draw = random.Random(k * 1000 + m)
     sizes = [draw.choice((0, 1, size // 2, size - 1, size)) if ragged else size for _ in range(k)]
     code = Code(k, m)
-    return code, pieces_of(code, [draw.randbytes(one) for one in sizes], size)
+    return code, units_of(code, [draw.randbytes(one) for one in sizes], size)
 
 
 @pytest.mark.parametrize(("k", "m"), SHAPES)
 def test_every_erasure_pattern_decodes(k: int, m: int) -> None:
-    code, pieces = random_pieces(k, m, 37, ragged=True)
+    code, units = random_units(k, m, 37, ragged=True)
     for row in range(m):
         out = bytearray(b"\xee" * 37)
-        code.encode(row, pieces[:k], out)
-        assert out == pieces[k + row]
+        code.encode(row, units[:k], out)
+        assert out == units[k + row]
     for lost in range(1, m + 1):
         for erased in itertools.combinations(range(k + m), lost):
-            available = {i: piece for i, piece in enumerate(pieces) if i not in erased}
+            available = {i: unit for i, unit in enumerate(units) if i not in erased}
             for index in erased:
                 if index < k:
-                    out = bytearray(b"\xee" * len(pieces[index]))
+                    out = bytearray(b"\xee" * len(units[index]))
                     code.rebuild(index, available, out)
-                    assert out == pieces[index], (k, m, erased, index)
+                    assert out == units[index], (k, m, erased, index)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
@@ -86,24 +86,24 @@ def test_rows_are_the_documented_ones() -> None:
 @pytest.mark.parametrize(("k", "m"), [(1, 1), (1, 2), (4, 1), (7, 2), (5, 3), (32, 4)])
 @pytest.mark.parametrize("size", [1, 63, 64, 1000, 70_001])
 def test_both_implementations_compute_what_the_tables_say(arithmetic: str, k: int, m: int, size: int) -> None:
-    code, pieces = random_pieces(k, m, size, ragged=True)
+    code, units = random_units(k, m, size, ragged=True)
     for row in range(m):
         out = bytearray(b"\xee" * size)
-        code.encode(row, pieces[:k], out)
-        assert out == pieces[k + row]
-    available = dict(enumerate(pieces[m:], m))
+        code.encode(row, units[:k], out)
+        assert out == units[k + row]
+    available = dict(enumerate(units[m:], m))
     for index in range(min(k, m)):
-        out = bytearray(len(pieces[index]))
+        out = bytearray(len(units[index]))
         code.rebuild(index, available, out)
-        assert out == pieces[index]
+        assert out == units[index]
 
 
 def test_a_buffer_longer_than_one_native_call(arithmetic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "STEP_BYTES", 1000)
-    code, pieces = random_pieces(3, 2, 3333, ragged=False)
+    code, units = random_units(3, 2, 3333, ragged=False)
     out = bytearray(3333)
-    code.encode(1, pieces[:3], out)
-    assert out == pieces[4]
+    code.encode(1, units[:3], out)
+    assert out == units[4]
 
 
 def test_absent_sources_are_zero(arithmetic: str) -> None:
@@ -117,11 +117,11 @@ def test_absent_sources_are_zero(arithmetic: str) -> None:
     assert out == data + bytes(100)
 
 
-def test_longer_pieces_are_cut_when_a_short_one_is_rebuilt(arithmetic: str) -> None:
-    code, pieces = random_pieces(4, 2, 500)
+def test_longer_units_are_cut_when_a_short_one_is_rebuilt(arithmetic: str) -> None:
+    code, units = random_units(4, 2, 500)
     out = bytearray(123)
-    code.rebuild(2, {i: pieces[i] for i in (0, 1, 5, 4)}, out)
-    assert out == pieces[2][:123]
+    code.rebuild(2, {i: units[i] for i in (0, 1, 5, 4)}, out)
+    assert out == units[2][:123]
 
 
 def test_known_zeros_count_as_available() -> None:
@@ -132,19 +132,19 @@ def test_known_zeros_count_as_available() -> None:
 
 def test_all_kinds_of_buffers_are_read_and_written_where_they_lie() -> None:
     size = 3 * mmap.PAGESIZE
-    code, pieces = random_pieces(5, 2, size)
+    code, units = random_units(5, 2, size)
     shared, read_only = mmap.mmap(-1, 2 * size), mmap.mmap(-1, size)
-    shared[size:] = pieces[0]
-    read_only[:] = pieces[1]
+    shared[size:] = units[0]
+    read_only[:] = units[1]
     sources = [
-        memoryview(shared)[size:], memoryview(read_only).toreadonly(), bytearray(pieces[2]), pieces[3],
-        np.frombuffer(pieces[4], dtype=np.float32).reshape(-1, 4),
+        memoryview(shared)[size:], memoryview(read_only).toreadonly(), bytearray(units[2]), units[3],
+        np.frombuffer(units[4], dtype=np.float32).reshape(-1, 4),
     ]  # fmt: skip
     code.encode(1, sources, memoryview(shared)[:size])
-    assert shared[:size] == pieces[6]
+    assert shared[:size] == units[6]
     out = np.zeros(size, np.uint8)
     code.rebuild(3, {0: sources[0], 1: sources[1], 2: sources[2], 4: sources[4], 6: memoryview(shared)[:size]}, out)
-    assert out.tobytes() == pieces[3]
+    assert out.tobytes() == units[3]
     del sources
     # No export is left behind: a map that is still held could not be closed.
     shared.close()
@@ -175,27 +175,27 @@ def test_nonsense_is_refused_before_a_byte_is_written() -> None:
         code.encode(0, data[:1], out)
     with pytest.raises(ValueError, match="source 1 has 5 bytes"):
         code.encode(0, [b"1234", b"12345"], out)
-    with pytest.raises(ValueError, match="cannot be written as one piece"):
+    with pytest.raises(ValueError, match="cannot be written as contiguous memory"):
         code.encode(0, data, b"four")
-    with pytest.raises(ValueError, match="cannot be read as one piece"):
+    with pytest.raises(ValueError, match="cannot be read as contiguous memory"):
         code.encode(0, [np.zeros(8, np.uint8)[::2], None], out)
     with pytest.raises(TypeError):
         code.encode(0, ["text", None], out)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="overlaps"):
         code.encode(0, [out, None], out)
-    with pytest.raises(ValueError, match="data piece 2 of 2"):
+    with pytest.raises(ValueError, match="data unit 2 of 2"):
         code.rebuild(2, {0: data[0], 1: data[1]}, out)
-    with pytest.raises(ValueError, match="at once"):
+    with pytest.raises(ValueError, match="and is available"):
         code.rebuild(0, {0: data[0], 1: data[1]}, out)
-    with pytest.raises(ValueError, match="1 pieces are available, 2 are needed"):
+    with pytest.raises(ValueError, match="1 units are available, 2 are needed"):
         code.rebuild(0, {1: data[1]}, out)
-    with pytest.raises(ValueError, match="pieces"):
+    with pytest.raises(ValueError, match="units"):
         code.rebuild(0, {1: data[1], 4: data[0]}, out)
     assert out == b"keep"
 
 
 def test_many_threads_share_one_code() -> None:
-    code, pieces = random_pieces(6, 2, 50_000)
+    code, units = random_units(6, 2, 50_000)
     wrong: list[int] = []
 
     def work(seed: int) -> None:
@@ -205,8 +205,8 @@ def test_many_threads_share_one_code() -> None:
             index = min(erased)
             if index >= 6:
                 continue
-            code.rebuild(index, {i: pieces[i] for i in range(8) if i not in erased}, out)
-            if out != pieces[index]:
+            code.rebuild(index, {i: units[i] for i in range(8) if i not in erased}, out)
+            if out != units[index]:
                 wrong.append(index)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]

@@ -247,10 +247,10 @@ def test_data_and_parity_may_be_lost_apart(n: int, m: int) -> None:
 
 def test_the_reason_names_what_the_stripe_needs() -> None:
     assert recoverable(4, 1, {2, 3}, {2, 3}) == (
-        "stripe 0 needs 2 parity pieces to rebuild the data of position 2, 3 and has 1 of 1 left"
+        "stripe 0 needs 2 parity units to rebuild the data of position 2, 3 and has 1 of 1 left"
     )
     assert recoverable(3, 1, {0}, {1}) == (
-        "stripe 1 needs 1 parity pieces to rebuild the data of position 0 and has 0 of 1 left"
+        "stripe 1 needs 1 parity units to rebuild the data of position 0 and has 0 of 1 left"
     )
 
 

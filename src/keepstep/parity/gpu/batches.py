@@ -1,19 +1,19 @@
-"""The code and the fingerprints on tensors: same bits as the native ones, on CPU and on CUDA.
+"""Parity and fingerprints of tensors: same bits as the native code, on CPU and on CUDA.
 
-The trainer encodes replicated state where it lies and copies only the result. Work is queued on the current stream,
-nothing waits for the device. Who computes:
+The trainer encodes replicated state in place and copies only the result. Work is queued on the current stream,
+nothing waits for the device. Implementations:
 
     CPU tensors     the native code
     CUDA tensors    Triton kernels (kernels.py) where Triton is installed, compiles, and passes a test on that device;
-                    else torch operations. KEEPSTEP_TRITON=0 is the way out of Triton.
+                    else torch operations. KEEPSTEP_TRITON=0 disables Triton.
 
-Kernels take seconds to compile, so `warm_up` comes before training. What is the same for thousands of snapshots is
-made once, as an `EncodeBatch` or a `FingerprintBatch`; only their `run` belongs into training.
+Kernels take seconds to compile, so `warm_up` comes before training. Tables that are the same for thousands of
+snapshots are made once, as an `EncodeBatch` or a `FingerprintBatch`; only their `run` is called during training.
 
 With torch, doubling in the field is a shift and a masked exclusive or on eight bytes at a time; a row with any
 coefficients costs seven doublings, however many sources it has.
 
-With kernels.py the only file of parity/ that knows torch. No other file of it imports this one.
+Only this file and kernels.py import torch in `parity`; no other module of it imports either.
 """
 
 from __future__ import annotations
@@ -37,15 +37,12 @@ from keepstep.parity import galois
 from keepstep.parity.code import Code
 from keepstep.parity.fingerprint import FINGERPRINT_BYTES, FOLDS, fingerprint, fold_row
 
-# Worked on at a time, so that the passes over a block find it in the cache: second level, or that of the device.
+# Processed at a time, so that all passes over a block hit the cache: second level, or that of the device.
 CPU_BLOCK_BYTES = 256 << 10
 CUDA_BLOCK_BYTES = 16 << 20
-CHUNKS_AT_ONCE = 16
-"""for fingerprints: scratch is about 10 MiB for each"""
+CHUNKS_AT_ONCE = 16  # for fingerprints: scratch is about 10 MiB for each
 WORD_BYTES = 8
 REDUCTION = galois.POLYNOMIAL & 0xFF
-
-
 TRITON_VARIABLE = "KEEPSTEP_TRITON"
 
 log = logging.getLogger("keepstep")
@@ -56,8 +53,7 @@ _deciding = threading.Lock()
 class TensorBytes(NamedTuple):
     """Bytes of one tensor inside a chunk."""
 
-    begin: int
-    """in the chunk"""
+    begin: int  # in the chunk
     source: Tensor
 
     @property
@@ -65,12 +61,12 @@ class TensorBytes(NamedTuple):
         return self.begin + self.source.numel()
 
 
+# A chunk: one tensor, or parts of several in their order. Bytes between the parts, and beyond the end, are zero.
 Source: TypeAlias = Tensor | Sequence[TensorBytes] | None
-"""a chunk: one tensor, or parts of several in their order; what is in none of them, and beyond the end, is zero"""
 
 
 class Stripe(NamedTuple):
-    """Rows of the code over the same k sources, and where each goes; the outs have one size, none is a source."""
+    """Rows of the code over the same k sources, and their results: of one size, and none is a source."""
 
     rows: Sequence[int]
     sources: Sequence[Source]
@@ -92,11 +88,11 @@ def encode(row: int, k: int, m: int, sources: Sequence[Tensor | None], out: Tens
 
 
 class EncodeBatch:
-    """Many stripes on one device in a handful of launches, as often as wanted.
+    """Parity of many stripes on one device in a handful of launches; `run` may be called any number of times.
 
-    Making it checks the stripes, queues a copy of their addresses to the device, and compiles what is not yet. The
-    tensors stay where they are for as long as it is used. It runs on one stream at a time, and is kept until what it
-    queued there is over.
+    The constructor checks the stripes, queues a copy of their addresses to the device, and compiles missing kernels.
+    The tensors must not move while the batch is used. It runs on one stream at a time, and must be kept until the
+    work that it queued there is done.
     """
 
     def __init__(self, k: int, m: int, stripes: Sequence[Stripe]) -> None:
@@ -116,7 +112,7 @@ class EncodeBatch:
             self._tables = kernels.EncodeTables(sums, device)
 
     def run(self) -> None:
-        """Queue it on the current stream."""
+        """Queue the work on the current stream."""
         if self._tables is not None:
             self._tables.run()
             return
@@ -127,7 +123,7 @@ class EncodeBatch:
 
 
 class CopyBatch:
-    """Many small copies on one device (rows of bytes) in a handful of launches, as often as wanted: see EncodeBatch."""
+    """Many small copies on one device (rows of bytes) in a handful of launches. Reusable like `EncodeBatch`."""
 
     def __init__(self, sources: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         self._sources, self._outs = sources, outs
@@ -138,7 +134,7 @@ class CopyBatch:
         self._tables = kernels.CopyTables(sources, outs) if kernels is not None and outs else None
 
     def run(self) -> None:
-        """Queue it on the current stream."""
+        """Queue the work on the current stream."""
         if self._tables is not None:
             self._tables.run()
         elif self._outs:
@@ -150,8 +146,8 @@ def fingerprints(data: Tensor) -> Tensor:
     _check_bytes(data)
     kernels = _kernels(data.device)
     if kernels is not None:
-        found: Tensor = kernels.fingerprint_chunks(data, CHUNK_BYTES)
-        return found
+        rows: Tensor = kernels.fingerprint_chunks(data, CHUNK_BYTES)
+        return rows
     if not data.is_cpu:
         return fingerprint_words(data)
     whole = data.numpy().data
@@ -160,7 +156,7 @@ def fingerprints(data: Tensor) -> Tensor:
 
 
 class ByteRanges(NamedTuple):
-    """Stretches of up to 4 MiB of tensors on one device: thousands of them, at little cost for each."""
+    """Ranges of up to 4 MiB in tensors on one device, as arrays: thousands of them at little cost."""
 
     tensors: Sequence[Tensor]
     which: np.ndarray
@@ -168,7 +164,7 @@ class ByteRanges(NamedTuple):
     size: np.ndarray
 
     def extents(self) -> Tensor:
-        """See `kernels.extents`."""
+        """The rows of `kernels.extents`."""
         addresses = np.array([tensor.data_ptr() for tensor in self.tensors], dtype=np.int64)[self.which] + self.begin
         columns = [addresses, np.zeros_like(addresses), self.size, np.arange(len(addresses))]
         return torch.from_numpy(np.stack(columns, axis=1).astype(np.int64))
@@ -179,10 +175,10 @@ class ByteRanges(NamedTuple):
 
 
 class FingerprintBatch:
-    """One row of 16 bytes for each of many spans of up to 4 MiB, on the device that they are on. See EncodeBatch."""
+    """Fingerprints of many spans of up to 4 MiB, on the device of the spans. Reusable like `EncodeBatch`."""
 
     def __init__(self, spans: Sequence[Source], cuts: ByteRanges | None = None) -> None:
-        """Those of `cuts` come first."""
+        """Rows of `cuts` precede those of `spans`."""
         self._spans, self._cuts = [_parts(span) for span in spans], cuts
         tensors = [part.source for parts in self._spans for part in parts]
         cut = [cuts.tensors[index] for index in cuts.which[:1]] if cuts is not None else []
@@ -200,26 +196,26 @@ class FingerprintBatch:
             self._tables = kernels.FingerprintTables(extents, count, self._device)
 
     def run(self) -> Tensor:
-        """Queue it on the current stream. The next run may overwrite what is returned."""
+        """Queue the work on the current stream. The next run may overwrite the result."""
         if self._tables is not None:
             result: Tensor = self._tables.run()
             return result
-        # A span of nothing has no chunk, and the fingerprint of zeros.
-        nothing = torch.zeros(1, FINGERPRINT_BYTES, dtype=torch.uint8, device=self._device)
+        # An empty span has no chunk, and the fingerprint of zeros.
+        zeros = torch.zeros(1, FINGERPRINT_BYTES, dtype=torch.uint8, device=self._device)
         whole = [
             *(self._cuts.spans() if self._cuts is not None else ()),
             *(one_piece(parts, self._device) for parts in self._spans),
         ]
-        rows = [nothing if span is None or not span.numel() else fingerprints(span) for span in whole]
-        return torch.cat([nothing[:0], *rows])
+        rows = [zeros if span is None or not span.numel() else fingerprints(span) for span in whole]
+        return torch.cat([zeros[:0], *rows])
 
 
 def warm_up(device: torch.device | str, k: int, m: int) -> None:
-    """Compile and load what a code of k + m and fingerprints need there: seconds, the first time on a machine."""
-    found = torch.empty(0, device=device).device
-    kernels = _kernels(found)
+    """Compile and load the kernels for a code of k + m and for fingerprints: seconds, once per machine."""
+    actual = torch.empty(0, device=device).device
+    kernels = _kernels(actual)
     if kernels is not None:
-        kernels.warm_up(found, k, m)
+        kernels.warm_up(actual, k, m)
 
 
 def one_piece(source: Source, device: torch.device) -> Tensor | None:
@@ -266,16 +262,16 @@ def fingerprint_words(data: Tensor) -> Tensor:
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
-    """The kernels, where they can be believed."""
+    """The kernels, where they passed their test."""
     if device.type != "cuda":
         return None
-    with _deciding:  # who comes second waits for the first, in place of compiling all of it again
+    with _deciding:  # a second thread waits for the first instead of compiling everything again
         return _decide(device)
 
 
 @lru_cache(maxsize=64)
 def _decide(device: torch.device) -> ModuleType | None:
-    """Once for each device, by a test that waits for it."""
+    """Decide once for each device, by a test that waits for it."""
     if os.environ.get(TRITON_VARIABLE, "") == "0":
         return None
     try:
@@ -285,7 +281,7 @@ def _decide(device: torch.device) -> ModuleType | None:
         return None
     try:
         problem = self_test(kernels, device)
-    except Exception as error:  # whatever a compiler may say on a machine that nobody has seen
+    except Exception as error:  # a compiler may raise anything on an untested machine
         problem = f"{type(error).__name__}: {error}"
     if problem:
         log.warning("Triton is not used on %s, parity takes several times as long there: %s", device, problem)
@@ -293,20 +289,20 @@ def _decide(device: torch.device) -> ModuleType | None:
 
 
 def self_test(kernels: ModuleType, device: torch.device) -> str:
-    """Why kernels cannot be believed; empty when they can. Aligned and not, whole and short."""
+    """The reason why kernels must not be used; empty when they are correct. Aligned and not, whole and short."""
     data = torch.frombuffer(bytearray(random.Random(0).randbytes(300_007)), dtype=torch.uint8)
-    there, code, size = data.to(device), Code(3, 2), 50_001
+    on_device, code, size = data.to(device), Code(3, 2), 50_001
     cuts = [(0, 50_001), (64_000, 104_000), (150_000, 150_007)]
     for shift in (0, 5):
         expected = [bytearray(size) for _ in code.rows]
         for row, out in enumerate(expected):
             code.encode(row, [data[a + shift : b].numpy().data for a, b in cuts], out)
-        outs = [there.new_empty(size) for _ in code.rows]
-        kernels.encode_rows(code.rows, [[TensorBytes(0, there[a + shift : b])] for a, b in cuts], outs)
+        outs = [on_device.new_empty(size) for _ in code.rows]
+        kernels.encode_rows(code.rows, [[TensorBytes(0, on_device[a + shift : b])] for a, b in cuts], outs)
         if [bytearray(out.cpu().numpy()) for out in outs] != expected:
             return "parity is wrong"
-        found = kernels.fingerprint_chunks(there[shift:], CHUNK_BYTES)
-        if bytes(found.cpu().numpy()) != fingerprint(data[shift:].numpy().data):
+        rows = kernels.fingerprint_chunks(on_device[shift:], CHUNK_BYTES)
+        if bytes(rows.cpu().numpy()) != fingerprint(data[shift:].numpy().data):
             return "fingerprints are wrong"
     return ""
 
@@ -322,7 +318,7 @@ def _device_of(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def _check(k: int, m: int, stripe: Stripe) -> None:
-    """Not whether the outs overlap the sources: on a device that is the caller's to know."""
+    """Check shapes and devices. The caller must know that the outs do not overlap the sources."""
     rows, sources, outs = stripe
     for row in rows:
         if not 0 <= row < m:
@@ -356,7 +352,7 @@ def _check_bytes(tensor: Tensor) -> None:
 
 
 def _ranges(ends: Sequence[int], size: int, block: int) -> Iterator[tuple[int, int]]:
-    """Stretches in which the same sources are there, on whole words but where a source ends inside one."""
+    """Ranges in which the same sources are present, of whole words except where a source ends inside one."""
     cuts = {size, size - size % WORD_BYTES, *range(0, size, block)}
     for end in ends:
         low = end - end % WORD_BYTES
@@ -366,7 +362,7 @@ def _ranges(ends: Sequence[int], size: int, block: int) -> Iterator[tuple[int, i
 
 
 def _sum(terms: Sequence[tuple[int, Tensor]], out: Tensor) -> None:
-    """out = the sum of coefficient times source, all of one length."""
+    """Fill `out` with the sum of coefficient times source, all of one length."""
     tensors = [out, *(source for _, source in terms)]
     if all(is_word_aligned(tensor) for tensor in tensors):
         tensors = [tensor.view(torch.int64) for tensor in tensors]
@@ -383,7 +379,7 @@ def _sum(terms: Sequence[tuple[int, Tensor]], out: Tensor) -> None:
 
 
 def _double(words: Tensor, carry: Tensor) -> None:
-    """Each byte times the generator, in place; `carry` is scratch. int64 or uint8."""
+    """Multiply each byte by the generator, in place; `carry` is scratch. int64 or uint8."""
     every = int.from_bytes(b"\x01" * words.element_size(), "little")
     torch.bitwise_right_shift(words, 7, out=carry)
     carry.bitwise_and_(every).mul_(REDUCTION)
@@ -393,7 +389,7 @@ def _double(words: Tensor, carry: Tensor) -> None:
 
 
 def _fingerprints(chunks: Tensor) -> Tensor:
-    """Of whole chunks, one per row."""
+    """Fingerprints of whole chunks, one per row."""
     if not is_word_aligned(chunks.view(-1)):
         chunks = chunks.clone()
     first, words = FOLDS[0], chunks.view(torch.int64)
@@ -412,26 +408,26 @@ def _fingerprints(chunks: Tensor) -> Tensor:
 
 
 def _fold(data: Tensor, level: int) -> Tensor:
-    """By a table of products: this is a tenth of the chunk and less, and it saves thousands of small launches."""
+    """Fold with a table of products: the input is at most a tenth of the chunk, and thousands of launches are saved."""
     fold, (products, offsets) = FOLDS[level], _tables(level, str(data.device))
     num_blocks = offsets.shape[1]
     padded = data.new_zeros(len(data), num_blocks * fold.block_bytes)
     padded[:, : data.shape[1]] = data
     indices = padded.view(len(data), 1, num_blocks, fold.block_bytes).long()
     # The largest fold row by row, to save memory; the others all rows at once, to save launches.
-    step, found = 1 if level == 1 else fold.num_rows, []
+    step, folded = 1 if level == 1 else fold.num_rows, []
     for row in range(0, fold.num_rows, step):
         terms = products[indices + offsets[row : row + step, :, None]]
         while terms.shape[2] > 1:
             half = terms.shape[2] // 2
             terms = terms[:, :, :half] ^ terms[:, :, half:]
-        found.append(terms.reshape(len(data), -1))
-    return torch.cat(found, dim=1)
+        folded.append(terms.reshape(len(data), -1))
+    return torch.cat(folded, dim=1)
 
 
 @lru_cache(maxsize=128)
 def _tables(level: int, device: str) -> tuple[Tensor, Tensor]:
-    """All products of two bytes, and for each row and block where the products with its coefficient begin."""
+    """All products of two bytes, and for each row and block the offset of the products with its coefficient."""
     products = bytearray(b"".join(galois.products(a) for a in range(256)))
     fold = FOLDS[level]
     num_blocks = 1 << (fold.num_blocks - 1).bit_length()

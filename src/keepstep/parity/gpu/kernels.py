@@ -1,13 +1,14 @@
-"""The code and the fingerprints as Triton kernels: the bits of the native ones, at the speed of the device's memory.
+"""Triton kernels for parity and fingerprints: the bits of the native code, at the speed of the device's memory.
 
-All work of a batch lies in tables on the device (addresses and lengths), so that thousands of chunks take a handful
-of launches. Tables are made once and run any number of times: `run` queues on the current stream, allocates nothing
-and waits for nothing. A table runs on one stream at a time, and is kept until what it queued there is over.
+All work of a batch is described by tables on the device (addresses and lengths), so that thousands of chunks take a
+handful of launches. Tables are made once and run any number of times: `run` queues on the current stream, allocates
+nothing and waits for nothing. A table runs on one stream at a time, and must be kept until the work it queued there
+is done.
 
-A word of four bytes is four elements of the field; doubling it is a shift and a masked exclusive or. What is not
-aligned to 16 bytes goes through the same kernels byte by byte, several times slower.
+A word of four bytes is four elements of the field; doubling it is a shift and a masked exclusive or. Bytes that are
+not aligned to 16 are processed by the same kernels byte by byte, several times slower.
 
-Only device.py imports this file, and only where Triton is installed.
+Only batches.py imports this file, and only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -30,23 +31,17 @@ from keepstep.parity.fingerprint import FINGERPRINT_BYTES, FOLDS, fold_row
 if TYPE_CHECKING:
     from keepstep.parity.gpu.batches import TensorBytes
 
-VECTOR_BYTES = 16
-"""the widest load of a thread"""
-STEPS = (VECTOR_BYTES, 1)
-"""bytes that a stretch of memory is aligned to, as far as the kernels care"""
+VECTOR_BYTES = 16  # the widest load of a thread
+STEPS = (VECTOR_BYTES, 1)  # alignments of a range that the kernels distinguish
 
 # Fixed and not tuned at run time: a kernel compiled or timed in the middle of training is a stall.
-# One load of 16 bytes per thread and source. With two the assembler saves registers by loading one source after the
-# other, and with 32 sources there are not registers enough.
+# One load of 16 bytes per thread and source. With two, the assembler loads one source after the other to save
+# registers, and 32 sources need more registers than there are.
 ENCODE_LANES, ENCODE_WARPS = 1024, 8
-ENCODE_BLOCKS = 16
-"""programs for each row of a table, however short: longer stretches are cut, so that few programs have no work"""
-FOLD_LANES, FOLD_WARPS = 512, 4
-"""the 488 words of a block of the second fold"""
-TASK_BLOCKS = 32
-"""of the second fold: a chunk is four tasks, so that a sample of 64 chunks still fills the device"""
-GROUPS, GROUP_BLOCKS = 16, 16
-"""the 252 blocks of the third fold, as a program divides them"""
+ENCODE_BLOCKS = 16  # programs per row of a table: longer ranges are cut, so that few programs have no work
+FOLD_LANES, FOLD_WARPS = 512, 4  # for the 488 words of a block of the second fold
+TASK_BLOCKS = 32  # of the second fold: a chunk is four tasks, so that a sample of 64 chunks still fills the device
+GROUPS, GROUP_BLOCKS = 16, 16  # how a program divides the 252 blocks of the third fold
 FINISH_WARPS = 4
 
 FIRST, SECOND, THIRD, FOURTH = FOLDS
@@ -54,14 +49,13 @@ assert [fold.num_rows for fold in FOLDS] == [2, 4, 8, FINGERPRINT_BYTES], "the k
 assert FIRST.block_bytes % VECTOR_BYTES == SECOND.block_bytes % VECTOR_BYTES == 0
 assert THIRD.num_blocks <= GROUPS * GROUP_BLOCKS
 # The two rows of the first fold follow each other without a gap: in the blocks of the second fold, the second row
-# lies this much later than the first.
+# begins this much later than the first.
 LATER_BLOCKS, LATER_BYTES = divmod(FIRST.block_bytes, SECOND.block_bytes)
 FOLDED_WORDS = SECOND.num_rows * SECOND.block_bytes // 4
 TASK_FIELDS = 9
-COPY = (b"\x01",)
-"""a sum over one source, once"""
+COPY = (b"\x01",)  # a sum over one source
 
-# Kernels see of this file only what is marked as constant for the compiler.
+# Kernels can use only names of this file that are marked as constants for the compiler.
 _FIRST_BLOCKS = tl.constexpr(FIRST.num_blocks)
 _FIRST_BYTES = tl.constexpr(FIRST.block_bytes)
 _SECOND_BYTES = tl.constexpr(SECOND.block_bytes)
@@ -78,7 +72,7 @@ _REDUCTION = tl.constexpr(galois.POLYNOMIAL & 0xFF)
 
 
 class SumTables(NamedTuple):
-    """Rows of coefficients over the same sources, and where each goes. A source may lie in any number of parts."""
+    """Rows of coefficients over the same sources, and their results. A source may have any number of parts."""
 
     rows: tuple[bytes, ...]
     sources: Sequence[Sequence[TensorBytes]]
@@ -86,31 +80,31 @@ class SumTables(NamedTuple):
 
 
 class EncodeTables:
-    """Many sums in few launches: one for each set of rows, one more for what is not aligned."""
+    """Many sums in few launches: one for each set of rows, one more for unaligned bytes."""
 
     def __init__(self, sums: Sequence[SumTables], device: torch.device) -> None:
         self._device = device
         self._held = sums  # the tables have addresses only
-        stretches: dict[tuple[tuple[bytes, ...], int], list[list[int]]] = {}
+        ranges: dict[tuple[tuple[bytes, ...], int], list[list[int]]] = {}
         for one in sums:
-            for step, stretch in _stretches(one):
-                stretches.setdefault((one.rows, step), []).append(stretch)
+            for step, byte_range in _ranges(one):
+                ranges.setdefault((one.rows, step), []).append(byte_range)
         self._launches = []
-        for (rows, step), some in stretches.items():
+        for (rows, step), some in ranges.items():
             _warm_up_encode(rows, step, device)
             longest = ENCODE_BLOCKS * ENCODE_LANES * _lane_bytes(step)
             self._launches.append((rows, step, _upload(_cut(torch.tensor(some), longest), device)))
-        self._made = _mark(device)
+        self._ready = _mark(device)
 
     def run(self) -> None:
         with _current(self._device):
-            _follow(self._made)
+            _follow(self._ready)
             for rows, step, table in self._launches:
                 _launch_encode(rows, step, table)
 
 
 class CopyTables:
-    """Many copies on one device in two launches: of what is aligned, and of the rest."""
+    """Many copies on one device in two launches: aligned bytes, and the others."""
 
     def __init__(self, sources: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         self._device, self._held = outs[0].device, (sources, outs)  # the tables have addresses only
@@ -127,17 +121,17 @@ class CopyTables:
             if len(some):
                 _warm_up_encode(COPY, step, self._device)
                 self._launches.append((step, _upload(_cut(some, longest), self._device)))
-        self._made = _mark(self._device)
+        self._ready = _mark(self._device)
 
     def run(self) -> None:
         with _current(self._device):
-            _follow(self._made)
+            _follow(self._ready)
             for step, table in self._launches:
                 _launch_encode(COPY, step, table)
 
 
 class FingerprintTables:
-    """16 bytes for each of many spans of up to 4 MiB, which are read once. Takes 8 KB of the device for each."""
+    """Fingerprints of many spans of up to 4 MiB, each read once. Takes 8 KB of device memory per span."""
 
     def __init__(self, extents: Tensor, num_spans: int, device: torch.device) -> None:
         _warm_up_fingerprints(device)
@@ -145,13 +139,13 @@ class FingerprintTables:
         self._tasks = [(step, _upload(tasks, device)) for step, tasks in _tasks(extents)]
         self._folded = torch.zeros(num_spans, FOLDED_WORDS, dtype=torch.int32, device=device)
         self._out = torch.zeros(num_spans, FINGERPRINT_BYTES, dtype=torch.uint8, device=device)
-        self._made = _mark(device)
+        self._ready = _mark(device)
 
     def run(self) -> Tensor:
-        """The same tensor each time, overwritten by the next run."""
+        """Queue the work. The result is the same tensor each time, overwritten by the next run."""
         if len(self._out):
             with _current(self._device):
-                _follow(self._made)
+                _follow(self._ready)
                 self._folded.zero_()
                 for step, tasks in self._tasks:
                     _launch_fold(step, tasks, self._folded)
@@ -160,12 +154,12 @@ class FingerprintTables:
 
 
 def encode_rows(rows: Sequence[bytes], sources: Sequence[Sequence[TensorBytes]], outs: Sequence[Tensor]) -> None:
-    """outs[r] = the sum of rows[r][i] times sources[i], each source read once. One launch where all is aligned."""
+    """Set outs[r] to the sum of rows[r][i] times sources[i]. Sources are read once, by one launch where aligned."""
     EncodeTables([SumTables(tuple(rows), sources, outs)], outs[0].device).run()
 
 
 def fingerprint_chunks(data: Tensor, chunk_bytes: int) -> Tensor:
-    """Of bytes in one piece, a row for each chunk of them."""
+    """Fingerprints of contiguous bytes, a row for each chunk."""
     starts = torch.arange(0, data.numel(), chunk_bytes)
     ends = (data.numel() - starts).clamp(max=chunk_bytes)
     rows = torch.stack((starts + data.data_ptr(), torch.zeros_like(starts), ends, torch.arange(len(starts))), 1)
@@ -173,17 +167,17 @@ def fingerprint_chunks(data: Tensor, chunk_bytes: int) -> Tensor:
 
 
 def extents(spans: Sequence[Sequence[TensorBytes]]) -> Tensor:
-    """For FingerprintTables: a row for each part, (address its span would begin at, begin, end, index of its span)."""
-    found = [
+    """A row for each part: (address at which its span would begin, begin, end, index of its span)."""
+    rows = [
         (part.source.data_ptr() - part.begin, part.begin, part.end, index)
         for index, parts in enumerate(spans)
         for part in parts
     ]
-    return torch.tensor(found, dtype=torch.int64).view(-1, 4)
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
 
 
 def warm_up(device: torch.device, k: int, m: int) -> None:
-    """Compile and load all that a code of k + m needs: each row by itself, all rows at once, and fingerprints."""
+    """Compile and load the kernels of a code of k + m: each row by itself, all rows together, and fingerprints."""
     rows = [coefficients(m, row, k) for row in range(m)]
     for some in dict.fromkeys([*((row,) for row in rows), tuple(rows)] if rows else []):
         for step in STEPS:
@@ -193,7 +187,7 @@ def warm_up(device: torch.device, k: int, m: int) -> None:
 
 @lru_cache(maxsize=1024)
 def _warm_up_encode(rows: tuple[bytes, ...], step: int, device: torch.device) -> None:
-    """A launch over nothing: loading a compiled kernel stalls too, so compiling alone would not do."""
+    """Launch over no bytes: loading a compiled kernel stalls too, so compiling alone is not enough."""
     with _current(device):
         _launch_encode(rows, step, torch.zeros(1, 1 + len(rows[0]) + len(rows), dtype=torch.int64, device=device))
 
@@ -232,12 +226,12 @@ def _lane_bytes(step: int) -> int:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, not on that of its arguments. A CPU is there only when interpreted."""
+    """Triton launches on the current device, not on that of its arguments. The CPU is used only by the interpreter."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """The point in the current stream at which tables are there."""
+    """An event in the current stream behind the upload of the tables."""
     if device.type == "cpu":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -245,31 +239,31 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def _follow(made: torch.cuda.Event | None) -> None:
-    """Tables may run on another stream than they were made on; only the device waits."""
-    if made is not None:
-        made.wait()
+def _follow(ready: torch.cuda.Event | None) -> None:
+    """Wait, on the device only, for the upload: tables may run on another stream than the one that uploaded them."""
+    if ready is not None:
+        ready.wait()
 
 
 def _upload(table: Tensor, device: torch.device) -> Tensor:
-    """From pinned memory, because a copy from any other waits for the device."""
+    """Copy from pinned memory, because a copy from pageable memory waits for the device."""
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
-def _stretches(one: SumTables) -> Iterator[tuple[int, list[int]]]:
-    """(step, [bytes, address of each source, address of each out]): in a stretch a source is there or it is not (0)."""
+def _ranges(one: SumTables) -> Iterator[tuple[int, list[int]]]:
+    """(step, [bytes, address of each source, address of each out]); the address of a source without bytes here is 0."""
     outs = [out.data_ptr() for out in one.outs]
     sources = [[(part.begin, part.end, part.source.data_ptr() - part.begin) for part in parts] for parts in one.sources]
     cuts = {0, one.outs[0].numel()}.union(at for parts in sources for begin, end, _ in parts for at in (begin, end))
     for begin, end in pairwise(sorted(cuts)):
-        found = [next((at for first, last, at in parts if first <= begin < last), None) for parts in sources]
-        for step, low, high in _aligned(begin, end, {at % VECTOR_BYTES for at in (*found, *outs) if at is not None}):
-            addresses = [0 if at is None else at + low for at in found]
+        present = [next((at for first, last, at in parts if first <= begin < last), None) for parts in sources]
+        for step, low, high in _aligned(begin, end, {at % VECTOR_BYTES for at in (*present, *outs) if at is not None}):
+            addresses = [0 if at is None else at + low for at in present]
             yield step, [high - low, *addresses, *(at + low for at in outs)]
 
 
 def _aligned(begin: int, end: int, origins: set[int]) -> list[tuple[int, int, int]]:
-    """(step, begin, end): what is aligned of a stretch, what is before and what is after. `origins`: see extents."""
+    """(step, begin, end): the unaligned head, the aligned middle, the unaligned tail. `origins`: see `extents`."""
     if len(origins) > 1:
         return [(1, begin, end)]
     (origin,) = origins
@@ -281,7 +275,7 @@ def _aligned(begin: int, end: int, origins: set[int]) -> list[tuple[int, int, in
 
 
 def _cut(table: Tensor, longest: int) -> Tensor:
-    """The same stretches, none longer than this."""
+    """The same ranges, none longer than this."""
     rows, index = _repeat(table, -(-table[:, 0] // longest))
     offsets = index * longest
     rows[:, 1:] += torch.where(rows[:, 1:] == 0, 0, offsets[:, None])
@@ -290,21 +284,21 @@ def _cut(table: Tensor, longest: int) -> Tensor:
 
 
 def _repeat(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row as often as its count says, and which repetition of it this is."""
+    """Each row repeated by its count, and the number of the repetition."""
     repeated = rows.repeat_interleave(counts, dim=0)
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
     return repeated, torch.arange(len(repeated)) - starts
 
 
 def _tasks(extents: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """By step, what the programs of _fold_kernel do.
+    """Tasks for the programs of _fold_kernel, by step.
 
     A row is (origin, begin, end, blocks of the second fold from, to, span, powers for the first fold's first row, for
-    its second row, and for that where it lies beyond the end of a block).
+    its second row, and for the part of that beyond the end of a block).
     """
     origin, begin, end, span = extents.unbind(1)
     low, high = -(-begin // VECTOR_BYTES) * VECTOR_BYTES, end // VECTOR_BYTES * VECTOR_BYTES
-    # Without an aligned middle all of it is the part before.
+    # Without an aligned middle everything is head.
     low = torch.where((origin % VECTOR_BYTES == 0) & (low < high), low, end)
     high = torch.maximum(low, high)
     before, middle = torch.stack((origin, begin, low, span), 1), torch.stack((origin, low, high, span), 1)
@@ -316,7 +310,7 @@ def _tasks(extents: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _cut_at_blocks(parts: Tensor) -> Tensor:
-    """What is short comes to lie in one block of the first fold: then it touches few blocks of the second."""
+    """Cut short parts at blocks of the first fold: each then touches few blocks of the second."""
     begin, last = parts[:, 1], parts[:, 2] - 1
     border = last // FIRST.block_bytes * FIRST.block_bytes
     across = (begin < border) & (last - begin < FIRST.block_bytes)
@@ -359,7 +353,7 @@ def _points(device: torch.device) -> Tensor:
         words += [bytes(galois.power(row * group * GROUP_BLOCKS) for row in rows) for group in range(GROUPS)]
     for rows in halves:
         for target in range(FOURTH.num_rows):
-            # The kernel's lanes are a power of two: the one that is too many counts for nothing.
+            # The kernel's lanes are a power of two: the surplus lane has coefficient zero.
             points = [fold_row(3, target)[row * THIRD.block_bytes :][: THIRD.block_bytes] + b"\0" for row in rows]
             words += [bytes(column) for column in zip(*points, strict=True)]
     return _upload(torch.frombuffer(bytearray(b"".join(words)), dtype=torch.int32), device)
@@ -367,13 +361,13 @@ def _points(device: torch.device) -> Tensor:
 
 @triton.jit
 def _double(words: tl.tensor) -> tl.tensor:
-    """Each byte times the generator."""
+    """Multiply each byte by the generator."""
     return ((words & _LOW_BITS) << 1) ^ (((words >> 7) & _ONES) * _REDUCTION)
 
 
 @triton.jit
 def _times(words: tl.tensor, factors: tl.tensor) -> tl.tensor:
-    """Each byte times the byte in its place."""
+    """Multiply each byte by the byte at the same place."""
     total = words & ((factors >> 7 & _ONES) * 0xFF)
     for bit in tl.static_range(6, -1, -1):
         total = _double(total) ^ (words & ((factors >> bit & _ONES) * 0xFF))
@@ -382,10 +376,10 @@ def _times(words: tl.tensor, factors: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _pointer(address: tl.tensor, STEP: tl.constexpr) -> tl.tensor:
-    """To words where they are aligned, else to bytes."""
+    """A pointer to words where aligned, else to bytes."""
     if STEP == 1:
         return address.to(tl.pointer_type(tl.uint8))
-    else:  # noqa: RET505  the compiler wants both branches
+    else:  # noqa: RET505  the compiler requires both branches
         return tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), STEP)
 
 
@@ -403,7 +397,7 @@ def _encode_kernel(
     exclusive or, with powers of two it is Horner's rule, and with any others it takes seven doublings.
     """
     row = table + (tl.program_id(0) // _ENCODE_BLOCKS).to(tl.int64) * (1 + NUM_SOURCES + NUM_ROWS)
-    # Such that the compiler sees what the number of lanes is a multiple of: else it gives up wide loads.
+    # In a form from which the compiler infers the alignment of the number of lanes: else it drops wide loads.
     lanes = (tl.load(row) // STEP * (STEP // 4 if STEP > 1 else 1)).to(tl.int32)
     at = tl.program_id(0) % _ENCODE_BLOCKS * _ENCODE_LANES + tl.arange(0, _ENCODE_LANES)
     words: tl.tuple = ()
@@ -411,7 +405,7 @@ def _encode_kernel(
         address = tl.load(row + 1 + source)
         here = at < tl.where(address != 0, lanes, 0)
         loaded = tl.load(_pointer(address, STEP) + at, mask=here, other=0, eviction_policy="evict_first")
-        words = words + (loaded.to(tl.uint32),)  # noqa: RUF005  the compiler knows no other way
+        words = words + (loaded.to(tl.uint32),)  # noqa: RUF005  the compiler supports no other form
     for target in tl.static_range(NUM_ROWS):
         total = tl.zeros([_ENCODE_LANES], tl.uint32)
         for bit in tl.static_range(7, -1, -1):
@@ -428,7 +422,7 @@ def _fold_kernel(tasks: tl.tensor, folded: tl.tensor, STEP: tl.constexpr, TILES:
     """The first two folds of part of a span, added to `folded`. The first stays in registers, both by Horner's rule.
 
     Lanes are columns of the second fold. Its sums begin at the task's first block, so they are multiplied with the
-    powers that belong there; the first fold's second row lies later, and beyond the end of a block in the next one.
+    powers of that block; the first fold's second row begins later, and continues in the next block.
     """
     LANE_BYTES: tl.constexpr = 4 if STEP > 1 else 1
     WIDTH: tl.constexpr = _SECOND_BYTES // LANE_BYTES
@@ -471,7 +465,7 @@ def _fold_kernel(tasks: tl.tensor, folded: tl.tensor, STEP: tl.constexpr, TILES:
 def _add_rows(
     folded: tl.tensor, lane: tl.tensor, rows: tl.tensor, powers: tl.tensor, here: tl.tensor, LANE_BYTES: tl.constexpr
 ) -> None:
-    """Exclusive or into memory: order does not matter, so the bits are the same in every run."""
+    """Exclusive or into memory: the order does not matter, so the bits are the same in every run."""
     word, shift = lane * LANE_BYTES // 4, lane * LANE_BYTES % 4 * 8
     for row in tl.static_range(_SECOND_ROWS):
         scaled = _times(rows[row], (powers >> (8 * row) & 0xFF) * _ONES) << shift
@@ -484,7 +478,7 @@ def _finish_kernel(folded: tl.tensor, points: tl.tensor, out: tl.tensor) -> None
     """The last two folds of one span.
 
     The third one's eight rows are the bytes of two words, so each byte of a word is multiplied with another power: g^0
-    to g^3, and g^4 to g^7. Horner's rule goes through the blocks of all groups at once, then the groups are added up.
+    to g^3, and g^4 to g^7. Horner's rule processes the blocks of all groups together, then the groups are summed.
     """
     folded += tl.program_id(0).to(tl.int64) * (_SECOND_ROWS * _SECOND_BYTES)
     group, column = tl.arange(0, _GROUPS), tl.arange(0, 32)
@@ -511,6 +505,6 @@ def _finish_kernel(folded: tl.tensor, points: tl.tensor, out: tl.tensor) -> None
 
 @triton.jit
 def _raise(words: tl.tensor) -> tl.tensor:
-    """Byte r of each word times g^r."""
+    """Multiply byte r of each word by g^r."""
     words ^= (words ^ _double(words)) & 0xFF00FF00
     return words ^ ((words ^ _double(_double(words))) & 0xFFFF0000)

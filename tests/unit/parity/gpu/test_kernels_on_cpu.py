@@ -135,7 +135,7 @@ def test_a_source_in_parts_with_gaps(encode_batch: Callable) -> None:
     check(2, 3, stripes)
 
 
-def test_stretches_longer_than_a_row_of_the_table(encode_batch: Callable) -> None:
+def test_ranges_longer_than_a_row_of_the_table(encode_batch: Callable) -> None:
     stripes = [Stripe([1], [memory(150_000, seed=1), memory(140_001, seed=2)], [memory(150_000)])]
     encode_batch(2, 2, stripes)
     check(2, 2, stripes)
