@@ -120,7 +120,7 @@ def twin(run: Run, directory: Path) -> Run:
     """The same job, elsewhere on this machine."""
     made = Run(
         directory, losses=run.losses, group_size=run.group_size, size_bytes=run.size_bytes, slots=run.slots,
-        local=run.local, growth=run.growth, limits=run.limits, peers=run.peers,
+        local=run.local, growth=run.growth, deadlines=run.deadlines, peers=run.peers,
     )  # fmt: skip
     made.run_id, made.secret = run.run_id, run.secret
     return made
@@ -149,12 +149,12 @@ def rest(run: Run) -> Version:
     def resting() -> bool:
         if run.awaits_a_version:  # asked first: the keeper of a rank that has heard of it keeps it by now
             return False
-        kept = [node.keeper.core.kept for node in run.nodes.values()]
+        kept = [node.keeper.core.orders.active for node in run.nodes.values()]
         same = {(k.complete, k.protected, k.target) for k in kept}
         settled = len(same) == 1 and kept[0].target is None and kept[0].complete == kept[0].protected
         return settled and all_held(run.nodes.values())
 
     wait_for(resting, "the newest version is protected")
-    version = run.nodes[run.order[0]].keeper.core.kept.protected
+    version = run.nodes[run.order[0]].keeper.core.orders.active.protected
     assert version is not None
     return version

@@ -7,7 +7,6 @@ in here is a mock of keepstep's own code; what is missing is the launcher, whose
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import random
@@ -54,7 +53,8 @@ from keepstep.control.messages import (
 )  # fmt: skip
 from keepstep.errors import Error
 from keepstep.identity import Identity, ensure_private
-from keepstep.keeper.process import Keeper, limits_of
+from keepstep.keeper.coordinator.state import Deadlines
+from keepstep.keeper.process import Keeper
 from keepstep.keeper.transfer.network import SEAT
 from keepstep.layout import Layout, digest
 from keepstep.types import Incarnation, Status, Version
@@ -224,8 +224,7 @@ class Node:
 
     def _begin(self) -> None:
         config = self.run.config(self.node_id)
-        limits = dataclasses.replace(limits_of(config, sidecar=False), **self.run.limits)  # type: ignore[arg-type]
-        self.keeper = Keeper(self.identity, config, limits=limits)
+        self.keeper = Keeper(self.identity, config, deadlines=self.run.deadlines)
         self.thread = threading.Thread(target=self.keeper.run, name=f"keeper-{self.node_id}", daemon=True)
         self.thread.start()
 
@@ -281,7 +280,7 @@ class Run:
 
     def __init__(
         self, directory: Path, *, losses: int = 1, group_size: int = 8, size_bytes: int = 1000, slots: int = 2,
-        local: int = 1, growth: int = 317, limits: dict[str, float] | None = None,
+        local: int = 1, growth: int = 317, deadlines: Deadlines | None = None,
         peers: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         self.directory, self.losses, self.group_size = directory, losses, group_size
@@ -291,7 +290,7 @@ class Run:
         self.nodes: dict[str, Node] = {}
         self.order: list[str] = []
         self.number = 0
-        self.limits = limits or {}
+        self.deadlines = deadlines
         self.peers = {"dead_s": 1.0} | (peers or {})
 
     def config(self, node_id: str) -> Config:

@@ -61,7 +61,7 @@ def test_what_was_protected_stays_so_when_a_keeper_comes_back_and_a_node_is_lost
         run.protect()
         version = rest(run)
         run.revive("c")
-        wait_for(lambda: run.nodes["c"].keeper.core.sets, "the parity is taken back")
+        wait_for(lambda: run.nodes["c"].keeper.core.protection.sets, "the parity is taken back")
         run.nodes["b"].kill()
         run.add("b'")
         assert {answer.version for answer in run.start(["a", "b'", "c", "d"])} == {version}

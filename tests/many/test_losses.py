@@ -48,7 +48,7 @@ def test_what_is_protected_comes_back_from_any_moment_of_the_next_protection(pau
         run.start(["a", "b", "c"])
         run.protect()
         run.train_until(lambda: run.awaits_a_version, "all have captured the next one")
-        covered = run.nodes["a"].keeper.core.kept.protected
+        covered = run.nodes["a"].keeper.core.orders.active.protected
         assert covered is not None
         time.sleep(pause_s)
         image = Image.of(run, covered)
@@ -81,5 +81,5 @@ def test_two_groups_are_covered_each_for_itself(place: Path) -> None:
 def groups_of(image: Image) -> list[tuple[str, ...]]:
     with image.again() as run:
         run.start(list(image.order))
-        orders = [run.nodes[node_id].keeper.core.kept.group for node_id in image.order]
+        orders = [run.nodes[node_id].keeper.core.orders.active.group for node_id in image.order]
         return sorted({order.members for order in orders if order is not None})

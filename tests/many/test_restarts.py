@@ -101,7 +101,7 @@ def test_the_next_older_version_when_the_newest_is_not_covered_yet(place: Path) 
         )
         newest = run.trainers[0].complete
         assert newest is not None
-        assert all(node.keeper.core.kept.protected == covered for node in run.nodes.values())
+        assert all(node.keeper.core.orders.active.protected == covered for node in run.nodes.values())
         image = Image.of(run, newest)
         image.run.peers.pop("rate_bytes_s")
     with image.again() as run:

@@ -56,7 +56,7 @@ def test_a_node_dies_in_mid_fetch_and_the_next_start_works(slow: Image) -> None:
         waiting = threading.Thread(target=lambda: outcomes.extend(restored_or_error(run.trainers[0].restore)))
         waiting.start()
         bringing = run.nodes["a'"].keeper
-        wait_for(lambda: bringing.core.bringing, "bytes are on their way")
+        wait_for(lambda: bringing.core.restore.fetching, "bytes are on their way")
         time.sleep(0.3)
         run.nodes["c"].kill()
         run.add("c'")
@@ -77,10 +77,12 @@ def test_a_source_outside_the_job_dies_in_mid_fetch_and_another_one_takes_its_pl
         answers: list[RestoreFrom] = []
         waiting = threading.Thread(target=lambda: answers.extend(run.restore()))
         waiting.start()
-        wait_for(lambda: bringing.core.bringing, "bytes are on their way")
+        wait_for(lambda: bringing.core.restore.fetching, "bytes are on their way")
         time.sleep(0.3)
         run.nodes["d"].kill()
-        wait_for(lambda: bringing.core.decision is not None and bringing.core.decision.number > 1, "another plan")
+        wait_for(
+            lambda: bringing.core.restore.order is not None and bringing.core.restore.order.number > 1, "another plan"
+        )
         waiting.join(30)
         assert [answer.version for answer in answers] == [slow.version] * 4
         assert [answer.source for answer in answers] == ["parity", "memory", "memory", "parity"]

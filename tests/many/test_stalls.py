@@ -11,28 +11,30 @@ import pytest
 from clones import Image, rest
 from nodes import Run, running
 
-SOON = {"stall_s": 1.0, "deadline_s": 0.5}
+from keepstep.keeper.coordinator.state import Deadlines
+
+SOON = Deadlines(stall_s=1.0, deadline_s=0.5)
 
 
 def test_snapshots_go_on_while_two_peers_cannot_reach_each_other_and_protection_heals(place: Path) -> None:
-    with running(place, losses=1, limits=SOON) as run:
+    with running(place, losses=1, deadlines=SOON) as run:
         run.add("a", "b", "c")
         run.start(["a", "b", "c"])
         covered = run.protect()
         part(run, "b", "c")
-        run.train_until(lambda: run.nodes["a"].keeper.core.kept.exposed, "snapshots go on unprotected")
+        run.train_until(lambda: run.nodes["a"].keeper.core.orders.active.exposed, "snapshots go on unprotected")
         versions = complete_versions(run, 5)
         assert len(versions) == 5
         status = run.nodes["a"].status()
         assert status.exposed
         assert status.lag_steps is not None
         assert status.lag_steps > 0
-        kept = run.nodes["a"].keeper.core.kept
+        kept = run.nodes["a"].keeper.core.orders.active
         assert kept.protected is not None
         assert kept.protected >= covered, "what is protected is never given up"
         image = Image.of(run, kept.protected)
         part(run, "b", "c", dead=False)
-        run.train_until(lambda: not run.nodes["a"].keeper.core.kept.exposed, "it heals")
+        run.train_until(lambda: not run.nodes["a"].keeper.core.orders.active.exposed, "it heals")
         assert run.protect() > kept.protected
         healed = Image.of(run, rest(run))
     for left in (image, healed):
@@ -43,7 +45,7 @@ def test_snapshots_go_on_while_two_peers_cannot_reach_each_other_and_protection_
 @pytest.mark.parametrize("away", ["a", "c"])
 def test_training_goes_on_while_a_node_is_cut_off_and_it_is_protected_again_afterwards(away: str, place: Path) -> None:
     """Nothing can be complete without it; nothing of what there is may be given up, and no trainer may notice."""
-    with running(place, losses=1, limits=SOON) as run:
+    with running(place, losses=1, deadlines=SOON) as run:
         run.add("a", "b", "c")
         run.start(["a", "b", "c"])
         covered = run.protect()

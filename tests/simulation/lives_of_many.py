@@ -37,10 +37,10 @@ def _all_well(world: World) -> bool:
     cores = [world.machines[node_id].core for node_id in world.launcher.order]
     return all(
         core is not None
-        and core.kept.incarnation.number == number
-        and core.kept.protected is not None
-        and core.kept.protected.incarnation.number == number
-        and not core.kept.exposed
+        and core.orders.active.incarnation.number == number
+        and core.orders.active.protected is not None
+        and core.orders.active.protected.incarnation.number == number
+        and not core.orders.active.exposed
         for core in cores
     )
 
@@ -53,10 +53,11 @@ def describe(world: World) -> str:
         if core is None:
             lines.append(f"{node_id}: no keeper")
             continue
+        orders, active, order = core.orders, core.orders.active, core.restore.order
         lines.append(
-            f"{node_id}: {core.state} {core.incarnation.number} links={[n for n, up in core.links.items() if up]} "
-            f"kept={core.kept.complete}/{core.kept.protected}/{core.kept.target} exposed={core.kept.exposed} "
+            f"{node_id}: {core.state} {core.incarnation.number} links={[n for n, up in orders.links.items() if up]} "
+            f"active={active.complete}/{active.protected}/{active.target} exposed={active.exposed} "
             f"open={core.grants.open} trainers={[(t.rank, t.stage, t.progress, t.alive) for t in machine.trainers]} "
-            f"job={core.job and core.job.state} decision={core.decision and core.decision.number}"
+            f"job={orders.coordinator and orders.coordinator.state} plan={order and order.number}"
         )
     return "\n    ".join(lines)

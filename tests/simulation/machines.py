@@ -130,7 +130,7 @@ class Machine:
         """A new one; its holders come in any order, give back what they hold and say who they are."""
         self.life += 1
         self.card = NodeCard(self.node_id, f"{self.node_id}.{self.life}", self.node_id, self.life)
-        self.core = Core(self.world.limits, self.card)
+        self.core = Core(self.world.config, self.card, deadlines=self.world.deadlines)
         self.dies_after, self.adopted, self.met = None, set(), {}
         self.exchange, self.brought = None, []
         self.in_this_life(self.world.random.uniform(0, TICK_S), self._tick)

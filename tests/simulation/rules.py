@@ -67,10 +67,14 @@ class Rules:
         if core is None:
             return
         who = (machine.node_id, machine.life)
-        if core.kept is not self._marks.get(who):
-            self._check_marks(who, core.kept)
-        if core.job is not None and core.job.orders is not self._seen and self._current(machine):
-            self._seen = orders = core.job.orders
+        if core.orders.active is not self._marks.get(who):
+            self._check_marks(who, core.orders.active)
+        if (
+            core.orders.coordinator is not None
+            and core.orders.coordinator.orders is not self._seen
+            and self._current(machine)
+        ):
+            self._seen = orders = core.orders.coordinator.orders
             if orders.exposed:
                 self.promise = orders.protected or orders.base
             key = orders.protected_by
@@ -119,7 +123,11 @@ class Rules:
 
     def _coordinator(self) -> Orders | None:
         core = self.world.machines[self.world.launcher.order[0]].core
-        return core.job.orders if core is not None and core.job is not None and core.job.state == "serving" else None
+        return (
+            core.orders.coordinator.orders
+            if core is not None and core.orders.coordinator is not None and core.orders.coordinator.state == "serving"
+            else None
+        )
 
     # 1 and 2: what is there
 

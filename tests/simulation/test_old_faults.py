@@ -1,6 +1,6 @@
-"""The faults that forced the rules, put back in one by one: the simulation must find each of them.
+"""Faults of earlier designs, put back in one by one: the simulation must find each of them.
 
-PROTOCOL B 1 to 5. A simulation that stays green without a rule does not check that rule.
+A simulation that passes without a rule does not check that rule.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ SLOW = (0.4, 0.6)
 
 
 def only_a_newer_protected_version_frees_a_slot(patch: pytest.MonkeyPatch) -> None:
-    """B1, literally: "overwritten only when a newer one has reached the protection on all ranks"."""
+    """A slot is overwritten only when a newer version is protected on all ranks."""
 
-    def free_slot(node: NodeState, member: RegisteredTrainer) -> Slot | None:
-        arena = node.arenas.get(member.arena_id)
-        named = {grant.slots.get(member.index) for grant in node.grants.open}
-        protected = node.kept.protected
+    def free_slot(node: NodeState, trainer: RegisteredTrainer) -> Slot | None:
+        arena = node.arenas.by_id.get(trainer.arena_id)
+        in_use = {grant.slots.get(trainer.index) for grant in node.grants.open}
+        protected = node.orders.active.protected
         for slot in arena.slots if arena is not None else []:
             old = (
                 slot.state == SEALED and protected is not None and slot.version is not None and slot.version < protected
             )
-            if slot.index not in named and (slot.state == FREE or old):
+            if slot.index not in in_use and (slot.state == FREE or old):
                 return slot
         return None
 
     patch.setattr(snapshots, "_free_slot", free_slot)
-    patch.setattr(protection, "expose", lambda board, now: None)
+    patch.setattr(protection, "expose", lambda job, now: None)
 
 
 def a_node_skips_on_its_own(patch: pytest.MonkeyPatch) -> None:
-    """B2: who could not honour a grant is left out, and the version counts as complete for the rest."""
+    """A rank that could not honour a grant is left out, and the version counts as complete for the others."""
 
-    def settle(board: CoordinatorState, now: float) -> None:
-        for grant in board.open:
-            if len(grant.said) == len(board.views) and grant.versions:
+    def settle(job: CoordinatorState, now: float) -> None:
+        for grant in job.grants.open:
+            if len(grant.progress) == len(job.views) and grant.versions:
                 grant.void = None
                 grant.versions = {max(grant.versions)}
-                grant.sealed = len(board.views)
-        real(board, now)
+                grant.num_sealed = len(job.views)
+        real(job, now)
 
     real = grants.settle
     patch.setattr(grants, "settle", settle)
 
 
 def what_is_late_is_dropped(patch: pytest.MonkeyPatch) -> None:
-    """B3: a newer version takes the place of the one that is being protected."""
+    """A newer version takes the place of the one that is being protected."""
 
-    def protect(board: CoordinatorState, now: float) -> None:
-        orders = board.orders
+    def protect(job: CoordinatorState, now: float) -> None:
+        orders = job.orders
         if orders.target is not None and orders.complete is not None and orders.complete > orders.target:
-            board.change(target=None, attempt=orders.attempt + 1)
-        real(board, now)
+            job.change(target=None, attempt=orders.attempt + 1)
+        real(job, now)
 
     real = protection.protect
     patch.setattr(protection, "protect", protect)
 
 
 def groups_choose_what_to_protect(patch: pytest.MonkeyPatch) -> None:
-    """B3: each group protects what is the newest when it begins, and the groups never share a version."""
+    """Each group protects what is the newest when it begins, and the groups never share a version."""
 
     def orders_for(self: Coordinator, node_id: str) -> Orders:
         orders = real(self, node_id)
@@ -90,30 +90,30 @@ def groups_choose_what_to_protect(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_parity_buffer(patch: pytest.MonkeyPatch) -> None:
-    """B4: the next version is encoded over the one that is protected."""
+    """The next version is encoded over the one that is protected."""
 
-    def take_orders(node: NodeState) -> None:
-        before = node.exchange
+    def follow_orders(node: NodeState) -> None:
+        before = node.protection.exchange
         real(node)
-        if node.exchange is not None and node.exchange is not before:
-            for found in list(node.sets.values()):
-                node.do(FreeParity(found.buffer_id))
-            node.sets.clear()
+        if node.protection.exchange is not None and node.protection.exchange is not before:
+            for parity_set in list(node.protection.sets.values()):
+                node.emit(FreeParity(parity_set.buffer_id))
+            node.protection.sets.clear()
 
-    real = node_protection.take_orders
-    patch.setattr(node_protection, "take_orders", take_orders)
+    real = node_protection.follow_orders
+    patch.setattr(node_protection, "follow_orders", follow_orders)
 
 
 def a_reader_pins_its_slot(patch: pytest.MonkeyPatch) -> None:
-    """B5: "a slot that the keeper is reading is never written": a peer that hangs in mid-fetch holds it."""
+    """A slot that is being read is never written: a peer that hangs in mid-fetch holds it."""
 
     def retain(self: Orders) -> set[Any]:
-        found = {self.protected, self.complete, self.target, self.base, *pinned}
-        return {version for version in found if version is not None}
+        versions = {self.protected, self.complete, self.target, self.base, *pinned}
+        return {version for version in versions if version is not None}
 
-    def abandon(board: CoordinatorState, reason: str, now: float) -> None:
-        pinned.add(board.orders.target)
-        real(board, reason, now)
+    def abandon(job: CoordinatorState, reason: str, now: float) -> None:
+        pinned.add(job.orders.target)
+        real(job, reason, now)
 
     pinned: set[Any] = set()
     real = protection.abandon

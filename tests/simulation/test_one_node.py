@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from keepstep.arena.records import Grant, Ledger
+from keepstep.config import Config, KeeperConfig
 from keepstep.control.messages import (
     ArenaGiven,
     Committed,
@@ -59,7 +60,6 @@ from keepstep.keeper.node.events import (
     SlotVerified,
     TrainerRegisters,
 )
-from keepstep.keeper.node.state import Limits
 from keepstep.layout import SnapshotSize
 from keepstep.types import Incarnation, SnapshotInfo, Version
 
@@ -125,7 +125,7 @@ class World:
         self.together = 0
         """the most snapshots that a rank was writing at once"""
         self.may_damage = True
-        self.core = Core(Limits(lease_s=1e9))
+        self.core = Core(Config(keeper=KeeperConfig(lease_s=1e9)))
 
     # Carrying effects out
 
@@ -407,7 +407,7 @@ class World:
 
     def _new_core(self) -> None:
         self.work.clear()
-        self.core = Core(Limits(lease_s=1e9))
+        self.core = Core(Config(keeper=KeeperConfig(lease_s=1e9)))
         self.to_give_back = [self.describe(arena) for arena in self.arenas.values()]
         self.random.shuffle(self.to_give_back)
         if self.launcher:

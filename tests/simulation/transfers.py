@@ -143,7 +143,7 @@ class Bringing:
         core = machine.core
         assert core is not None
         if not arena.arena_id:
-            if core.decision is None or core.decision.number != effect.plan:
+            if core.restore.order is None or core.restore.order.number != effect.plan:
                 return
             arena.arena_id = f"{machine.node_id}/{effect.local_index}.{effect.generation}.{next(self.world.ids)}"
             machine.arenas[arena.arena_id] = arena

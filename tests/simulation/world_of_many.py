@@ -18,10 +18,11 @@ from fakes import FakeTrainer
 from machines import Machine
 from rules import Rules
 
+from keepstep.config import Config, KeeperConfig, ParityConfig, PeersConfig
 from keepstep.control.messages import Membership, NodeCard
+from keepstep.keeper.coordinator.state import Deadlines
 from keepstep.keeper.node.effects import Effect, SendToPeer
 from keepstep.keeper.node.events import Event, PeerLink, PeerMessage
-from keepstep.keeper.node.state import Limits
 from keepstep.types import Incarnation
 
 DEAD_S = 0.6
@@ -47,10 +48,12 @@ class World:
     def __init__(self, seed: int, setting: Setting) -> None:
         self.random = random.Random(seed)
         self.setting = setting
-        self.limits = Limits(
-            lease_s=1e9, fence_s=1.0, orphan_s=1e9, losses=setting.losses, group_size=setting.group_size,
-            deadline_s=2.0, stall_s=3.0, inventory_s=1.0, dead_s=DEAD_S,
-        )  # fmt: skip
+        self.config = Config(
+            keeper=KeeperConfig(lease_s=1e9, fence_s=1.0, orphan_s=1e9),
+            parity=ParityConfig(losses=setting.losses, group_size=setting.group_size),
+            peers=PeersConfig(dead_s=DEAD_S),
+        )
+        self.deadlines = Deadlines(deadline_s=2.0, stall_s=3.0, inventory_s=1.0)
         self.now = 0.0
         self.handled = 0
         self.trace: list[tuple[float, str, Event, list[Effect]]] | None = None
@@ -240,9 +243,9 @@ class Launcher:
             self.old += machine.trainers
         known = [core.incarnation.number for n in self.order if (core := machines[n].core) is not None]
         openings = [
-            core.opening.incarnation.number
+            core.trainers.opening.incarnation.number
             for n in self.order
-            if (core := machines[n].core) is not None and core.opening is not None
+            if (core := machines[n].core) is not None and core.trainers.opening is not None
         ]
         self.number = 1 + max([self.number, *known, *openings])
         incarnation = Incarnation(self.number, draw.getrandbits(32))

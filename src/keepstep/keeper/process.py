@@ -41,6 +41,7 @@ from keepstep.identity import Identity
 from keepstep.keeper import requests
 from keepstep.keeper import status as report
 from keepstep.keeper.connection import Connection
+from keepstep.keeper.coordinator.state import Deadlines
 from keepstep.keeper.node.core import Core
 from keepstep.keeper.node.effects import (
     CancelFetches,
@@ -63,7 +64,6 @@ from keepstep.keeper.node.effects import (
     WriteLedger,
 )
 from keepstep.keeper.node.events import ArenaAdded, Conn, Event, ProcessDied, SnapshotFetched, Tick
-from keepstep.keeper.node.state import Limits
 from keepstep.keeper.singleton import BACKLOG, KeeperDirectory
 from keepstep.keeper.transfer.fetch_replicas import FetchedReplicas
 from keepstep.keeper.transfer.network import KeeperNetwork
@@ -88,13 +88,14 @@ class Keeper:
     """Runs until released, told to end, or its lease is over."""
 
     def __init__(
-        self, identity: Identity, config: Config, *, sidecar: bool = False, limits: Limits | None = None
+        self, identity: Identity, config: Config, *, sidecar: bool = False, deadlines: Deadlines | None = None
     ) -> None:
         self.identity = identity
         self.instance = secrets.token_hex(16)
         self.post = KeeperDirectory(identity)
         self.config = config
-        self.core = Core(limits or limits_of(config, sidecar=sidecar), NodeCard(identity.node_id, self.instance, "", 0))
+        card = NodeCard(identity.node_id, self.instance, "", 0)
+        self.core = Core(config, card, sidecar=sidecar, deadlines=deadlines)
         self.network: KeeperNetwork | None = None
         """opened when somebody asks for this keeper's card: a node alone listens to nobody"""
         self.arenas: dict[str, Arena] = {}
@@ -158,8 +159,8 @@ class Keeper:
         for arena in self.arenas.values():
             if arena.segment.read(0, ArenaHeader.SIZE) != (encoded := arena.header.encode()):
                 arena.segment.write(0, encoded)
-        for member in self.core.members.values():
-            page = self.core.granted(member.index)
+        for member in self.core.trainers.registered.values():
+            page = self.core.grants.usable_record(member.index)
             written = self.arenas.get(page.arena_id) if page is not None else None
             if page is not None and written is not None and written.grant() != page.grant:
                 written.write_grant(page.grant)
@@ -321,7 +322,7 @@ class Keeper:
     def handle(self, event: Event) -> None:
         self._read_progress()
         effects = self.core.handle(event, time.monotonic())
-        if self.core.kept.ready and self.network is not None:
+        if self.core.orders.active.ready and self.network is not None:
             self.network.forget_gathered()
         for effect in effects:
             try:
@@ -330,7 +331,7 @@ class Keeper:
                 log.exception("an effect failed", extra={"effect": type(effect).__name__})
 
     def _read_progress(self) -> None:
-        for member in self.core.members.values():
+        for member in self.core.trainers.registered.values():
             arena = self.arenas.get(member.arena_id)
             try:
                 found = arena.progress() if arena else None
@@ -358,7 +359,8 @@ class Keeper:
             self.send(self.connections.get(conn), Refused("RecoveryError", str(error), "", answer.ticket))
             return
         if found.missing:
-            holders = self.core.decision.holders if self.core.decision is not None else ()
+            order = self.core.restore.order
+            holders = order.holders if order is not None else ()
             self.open_network().gather(
                 answer, holders, found.missing,
                 again=lambda: self._hand_over(conn, answer),
@@ -444,8 +446,8 @@ class Keeper:
                 later=self.later, handle=self.handle, holds_changed=self.offer_holds,
             )  # fmt: skip
             self.network.check = self._check_slot
-            self.core.card = self.network.card
-            self.core.report_number = time.time_ns() // 1_000_000  # more than any keeper before this one has counted
+            # More reports than any keeper before this one has counted.
+            self.core.open_network(self.network.card, report_number=time.time_ns() // 1_000_000)
             for arena in self.arenas.values():
                 self.network.shelf.put(arena)
         return self.network
@@ -468,7 +470,8 @@ class Keeper:
 
     def _brought_in(self, event: SnapshotFetched, made: Arena | None) -> None:
         if made is not None:
-            wanted = self.core.decision is not None and self.core.decision.number == event.plan
+            order = self.core.restore.order
+            wanted = order is not None and order.number == event.plan
             if not wanted:
                 made.close()
                 return
@@ -481,7 +484,7 @@ class Keeper:
         """Who this keeper is, and whom it last knew: what a launcher needs to agree on an incarnation."""
         card = self.open_network().card
         core = self.core
-        membership = core.membership
+        membership = core.orders.membership
         return CardIs(
             card, core.largest_number, list(membership.nodes) if membership else [],
             membership.incarnation.number if membership else 0, bool(self.arenas), ticket,
@@ -551,11 +554,3 @@ _EFFECTS: dict[type, Callable[[Keeper, Any], None]] = {
     ReadReplicaDigests: lambda keeper, effect: keeper.work.read_replica_digests(list(keeper.arenas.values()), effect),
     FreeParity: lambda keeper, effect: keeper.open_network().free_parity(effect),
 }
-
-
-def limits_of(config: Config, *, sidecar: bool) -> Limits:
-    keeper, parity = config.keeper, config.parity
-    return Limits(
-        keeper.lease_s, keeper.fence_s, keeper.orphan_s, sidecar, parity.losses, parity.group_size,
-        dead_s=config.peers.dead_s,
-    )  # fmt: skip

@@ -200,8 +200,7 @@ def _verify_wanted(keeper: Keeper, connection: Connection, wanted: WantVerify, f
             VerifyResult(s.info.rank, s.index, s.info.version.step, s.info.size_bytes, ""),
             s.info.version,
         )
-        for a in keeper.core.arenas.values()
-        for s in a.slots
+        for a, s in keeper.core.arenas.slots()
         if s.state == SEALED and s.info is not None
     ]
 
@@ -222,7 +221,7 @@ def _arenas_wanted(keeper: Keeper, connection: Connection, wanted: WantArenas, f
 
 
 def _release(keeper: Keeper, connection: Connection, release: Release, fds: list[int]) -> None:
-    alive = [m.pid for m in keeper.core.members.values() if m.alive and m.finished is None]
+    alive = [t.pid for t in keeper.core.trainers.registered.values() if t.running]
     if alive and not release.force:
         text = f"trainers {alive} of this run are alive"
         keeper.send(connection, Refused("KeeperError", text, "end the job first, or use --force", release.ticket))
@@ -264,9 +263,9 @@ def _plan_wanted(keeper: Keeper, connection: Connection, wanted: WantPlan, fds: 
 
 
 def _processes_wanted(keeper: Keeper, connection: Connection, wanted: WantProcesses, fds: list[int]) -> None:
-    core = keeper.core
-    trainers = {member.pid for member in core.members.values() if member.alive} | set(core.strangers)
-    keeper.send(connection, ProcessesAre(sorted(core.launchers), sorted(trainers - {0}), wanted.ticket))
+    trainers = keeper.core.trainers
+    pids = {trainer.pid for trainer in trainers.registered.values() if trainer.alive} | set(trainers.unregistered)
+    keeper.send(connection, ProcessesAre(sorted(trainers.launchers), sorted(pids - {0}), wanted.ticket))
 
 
 def _links_cut(keeper: Keeper, connection: Connection, cut: CutLinks, fds: list[int]) -> None:

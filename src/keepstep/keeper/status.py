@@ -33,24 +33,24 @@ def status_of(
     core: Core, identity: Identity, *, instance: str, started: float, holders: int, network: KeeperNetwork | None = None
 ) -> Status:
     """The status contract, from what the core knows at this moment."""
-    kept = core.kept
-    protected, group, membership = kept.protected, kept.group, core.membership
-    steps = [core.progress.get(index, -1) for index in core.members]
-    indexes = sorted({arena.local_index for arena in core.arenas.values()} | set(core.members))
-    complete = core.kept.complete
-    ages = [s.sealed_at for a in core.arenas.values() for s in a.slots if s.version == complete and s.sealed_at]
+    kept = core.orders.active
+    protected, group, membership = kept.protected, kept.group, core.orders.membership
+    steps = [core.progress.get(index, -1) for index in core.trainers.registered]
+    indexes = sorted({arena.local_index for arena in core.arenas.by_id.values()} | set(core.trainers.registered))
+    complete = core.orders.active.complete
+    ages = [s.sealed_at for _, s in core.arenas.slots() if s.version == complete and s.sealed_at]
     keeper = KeeperStatus(
         pid=os.getpid(), instance=instance, version=VERSION, uptime_s=core.now - started, state=_state(core),
-        launcher_alive=bool(core.launchers), lease_left_s=core.lease_left_s(), holders=holders,
+        launcher_alive=bool(core.trainers.launchers), lease_left_s=core.lease_left_s(), holders=holders,
     )  # fmt: skip
     return Status(
         run_id=identity.run_id, node_id=identity.node_id, keeper=keeper, incarnation=core.incarnation.number,
         step=complete.step if complete else None, age_s=core.now - max(ages) if ages else None,
         survives=_survives_of(core, complete).name.lower(),
         losses_covered=group.losses if group is not None and protected is not None else 0, exposed=kept.exposed,
-        base_step=core.kept.base.step if core.kept.base else None,
+        base_step=core.orders.active.base.step if core.orders.active.base else None,
         ranks=[_rank_status(core, index) for index in indexes],
-        memory_bytes=sum(arena.size_bytes for arena in core.arenas.values())
+        memory_bytes=sum(arena.size_bytes for arena in core.arenas.by_id.values())
         + (network.parity_bytes if network is not None else 0),
         counters=_counters(core, network), problems=_problems(core, complete),
         protected_step=protected.step if protected else None, target_step=kept.target.step if kept.target else None,
@@ -58,12 +58,12 @@ def status_of(
         num_nodes=len(membership.nodes) if membership else 1,
         coordinator=membership.nodes[0].node_id if membership else identity.node_id,
         group=[
-            PeerStatus(node_id, i, node_id == identity.node_id or core.links.get(node_id, False))
+            PeerStatus(node_id, i, node_id == identity.node_id or core.orders.links.get(node_id, False))
             for i, node_id in enumerate(group.members if group is not None else ())
         ],
         parity_bytes=network.parity_bytes if network is not None else 0,
         exchange_bytes_s=network.peers.counters().get("rate_in_bytes_s", 0.0) if network is not None else 0.0,
-        min_node_period_s=core.exchange_s,
+        min_node_period_s=core.protection.exchange_s,
     )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def _state(core: Core) -> str:
 def _survives_of(core: Core, version: Version | None) -> Survives:
     if version is None:
         return Survives.NOTHING
-    return Survives.NODE if version == core.kept.protected else Survives.PROCESS
+    return Survives.NODE if version == core.orders.active.protected else Survives.PROCESS
 
 
 def _counters(core: Core, network: KeeperNetwork | None) -> dict[str, float]:
@@ -92,11 +92,11 @@ def _survives(there: bool) -> Survives:
 
 def _problems(core: Core, complete: Version | None) -> list[str]:
     found = list(core.problems)
-    if core.state == SERVING and core.members and complete is None:
+    if core.state == SERVING and core.trainers.registered and complete is None:
         found.append("no version is complete yet: a crash now would start the run again")
-    group, kept = core.kept.group, core.kept
+    group, kept = core.orders.active.group, core.orders.active
     if core.state == SERVING and group is not None:
-        away = [m for m in group.members if m != core.card.node_id and not core.links.get(m)]
+        away = [m for m in group.members if m != core.card.node_id and not core.orders.links.get(m)]
         if away:
             found.append(f"the keepers of {', '.join(away)} cannot be reached: no new version can be protected")
         if kept.exposed:
@@ -104,9 +104,14 @@ def _problems(core: Core, complete: Version | None) -> list[str]:
                 "protection stands still: snapshots go on, and a crash in mid-copy costs the steps since "
                 f"{kept.protected or kept.base}"
             )
-    if core.state in (RESTORING, SERVING) and core.members and core.job is None and core.membership is None:
+    if (
+        core.state in (RESTORING, SERVING)
+        and core.trainers.registered
+        and core.orders.coordinator is None
+        and core.orders.membership is None
+    ):
         found.append("this node was not told the other nodes of the job: nothing is granted")
-    if core.state == FENCING and core.zombies:
+    if core.state == FENCING and core.trainers.dying:
         found.append("waiting for trainers of an older incarnation to die")
     elif core.state == FENCING:
         found.append("waiting for the launcher to give back what it holds")
@@ -114,12 +119,12 @@ def _problems(core: Core, complete: Version | None) -> list[str]:
 
 
 def _rank_status(core: Core, index: int) -> RankStatus:
-    member: RegisteredTrainer | None = core.members.get(index)
-    arenas = [a for a in core.arenas.values() if a.local_index == index]
+    member: RegisteredTrainer | None = core.trainers.registered.get(index)
+    arenas = [a for a in core.arenas.by_id.values() if a.local_index == index]
     arena: ArenaState | None = max(arenas, key=lambda a: a.generation, default=None)
     slots = [s for a in arenas for s in a.slots]
     newest = max((s for s in slots if s.state == SEALED and s.version), key=_version_of, default=None)
-    complete = core.kept.complete
+    complete = core.orders.active.complete
     return RankStatus(
         rank=member.register.rank if member else (newest.info.rank if newest and newest.info else index),
         local_index=index, pid=member.pid if member else 0, alive=bool(member and member.alive),

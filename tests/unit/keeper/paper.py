@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from keepstep.arena.records import Grant, Ledger
+from keepstep.config import Config
 from keepstep.control.messages import (
     ArenaGiven,
     Committed,
@@ -42,7 +43,6 @@ from keepstep.keeper.node.events import (
     TrainerRegisters,
 )
 from keepstep.keeper.node.grants import NodeGrant
-from keepstep.keeper.node.state import Limits
 from keepstep.layout import SnapshotSize
 from keepstep.types import Incarnation, SnapshotInfo, Version
 
@@ -72,7 +72,7 @@ class Node:
         self.stop_after: int | None = None
         """the keeper dies after so many more effects"""
         self.incarnation: Incarnation | None = None
-        self.core = Core(Limits())
+        self.core = Core(Config())
 
     def do(self, event: Event) -> None:
         self.core.progress.update(self.progress)
@@ -212,17 +212,17 @@ class Node:
         for index in range(self.ranks):
             self.commit(index, step, self.write(index, step))
         self.seal()
-        assert self.core.kept.complete == self.version(step)
+        assert self.core.orders.active.complete == self.version(step)
 
     def snapshot_under(self, grant: NodeGrant) -> None:
         for index, slot in grant.slots.items():
             self.commit(index, grant.step, self.write(index, grant.step, slot=slot))
         self.seal()
-        assert self.core.kept.complete == self.version(grant.step)
+        assert self.core.orders.active.complete == self.version(grant.step)
 
     def replace_keeper(self, *, give_back: bool = True) -> None:
         """The keeper is killed; a new one adopts the arenas."""
-        self.core = Core(Limits())
+        self.core = Core(Config())
         self.stop_after, self.seals = None, []
         if give_back:
             self.give_back(*self.arenas.values())

@@ -20,7 +20,7 @@ from keepstep.arena.chunks import chunk_spans, read_table
 from keepstep.arena.slots import DIGEST_BYTES, Arena
 from keepstep.config import ArenaConfig, ParityConfig, TakeConfig
 from keepstep.control.messages import ReplicaSetSource, RestoreFrom, WantRestore
-from keepstep.keeper.coordinator.divergence import Comparison, Divergence, odd_class
+from keepstep.keeper.coordinator.divergence import Comparison, Divergence, diverged_set
 from keepstep.keeper.coordinator.messages import ReplicaAudit
 from keepstep.keeper.workers.replica_digests import answer, set_digests
 from keepstep.keeper.workers.sealed_snapshot import SealedSnapshot, open_sealed
@@ -496,13 +496,13 @@ def book_of(fd: int, rank: int) -> SealedSnapshot:
 
 def compare(held: list[SealedSnapshot]) -> Divergence | None:
     """As the coordinator does, with what each book says by itself."""
-    odd = odd_class(set_digests(book) for book in held)
-    if odd is None:
+    class_id = diverged_set(set_digests(book) for book in held)
+    if class_id is None:
         return None
-    comparison = Comparison(ReplicaAudit(held[0].sealed.version, odd))
+    comparison = Comparison(ReplicaAudit(held[0].sealed.version, class_id))
     for _ in range(2):
-        said = [found for book in held if (found := answer(book, comparison.asked)) is not None]
-        verdict = comparison.hear(said)
+        said = [found for book in held if (found := answer(book, comparison.question)) is not None]
+        verdict = comparison.receive(said)
         if verdict is not None:
             return verdict
     raise AssertionError("two questions are enough")

@@ -1,117 +1,129 @@
-"""Grants: the same step for all ranks, ahead of every one of them, until all nodes have said how it ended. Pure."""
+"""Grants: the same step for all ranks, ahead of every one of them, until all nodes have reported the outcome. Pure.
+
+Owner of `CoordinatorState.grants`.
+"""
 
 from __future__ import annotations
 
 import math
 
-import msgspec
-
-from keepstep.keeper.coordinator.divergence import Comparison, odd_class
-from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, ReplicaAudit
+from keepstep.keeper.coordinator import protection
+from keepstep.keeper.coordinator.divergence import Comparison, diverged_set
+from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, Orders, ReplicaAudit, Report
 from keepstep.keeper.coordinator.state import CoordinatorState, JobGrant, NodeView
 from keepstep.types import Version
 
-MAX_LEAD = 64
-# What an order may take to reach the last trainer, until a grant has come too late for one.
-DELIVERY_S = 0.02
-# Grants that wait for each other after one that did not was void: a rank could not keep up, or not in step.
-ONE_BY_ONE = 16
+MAX_LEAD = 64  # steps: even where a grant always comes too late it is not given further ahead
+DELIVERY_S = 0.02  # what an order takes to reach the last trainer, until a grant has come too late for one
+# After an overlapping grant was void, this many wait for each other: a rank could not keep up, or not in step.
+SERIALIZED_GRANTS = 16
 
 
-def settle(board: CoordinatorState, now: float) -> None:
+def count(job: CoordinatorState, report: Report) -> None:
+    """Take a report into account."""
+    seen = report.orders is not None and report.orders.order >= job.order_at(job.orders.retain_seq)
+    (job.grants.room.add if report.room and seen else job.grants.room.discard)(report.node_id)
+    for progress in report.grants:
+        grant = next((g for g in job.grants.open if g.serial == progress.serial), None)
+        if grant is not None:
+            grant.receive(report.node_id, progress)
+
+
+def settle(job: CoordinatorState, now: float) -> None:
     """Close what all nodes have finished with, in order."""
-    while board.open:
-        grant = board.open[0]
-        if len(grant.said) < len(board.views):
+    grants, num_nodes = job.grants, len(job.views)
+    while grants.open:
+        grant = grants.open[0]
+        if len(grant.progress) < num_nodes:
             break
-        if grant.void is None and grant.sealed < len(board.views):
+        if grant.void is None and grant.num_sealed < num_nodes:
             break
-        if grant.void is None and not _agree(board, grant):
+        if grant.void is None and not _replicas_agree(job, grant):
             break
-        board.open.pop(0)
+        grants.open.pop(0)
         if grant.void is None:
             (version,) = grant.versions
-            board.outcomes.append(GrantOutcome(grant.serial, version))
-            _completed(board, version, now)
+            grants.outcomes.append(GrantOutcome(grant.serial, version))
+            _complete(job, version, now)
         else:
             rank, reason = grant.void
-            if grant.ahead:
-                board.one_by_one = ONE_BY_ONE
+            if grant.overlaps_previous:
+                grants.serialized_until = grants.serial + SERIALIZED_GRANTS
             if grant.late:
-                # The grant came too late for one of them: give the next one more lead.
-                board.lead = min(2 * board.lead, MAX_LEAD)
-            board.outcomes.append(GrantOutcome(grant.serial, None, rank, reason, grant.diverged))
-        left = tuple(GrantOrder(g.serial, g.step) for g in board.open)
-        board.change(grants=left, outcomes=tuple(board.outcomes), audit=None)
+                grants.lead = min(2 * grants.lead, MAX_LEAD)
+            grants.outcomes.append(GrantOutcome(grant.serial, None, rank, reason, grant.diverged))
+        job.change(grants=open_orders(job), outcomes=tuple(grants.outcomes), audit=None)
 
 
-def _agree(board: CoordinatorState, grant: JobGrant) -> bool:
+def _replicas_agree(job: CoordinatorState, grant: JobGrant) -> bool:
     """Replicated state is the same on all nodes that hold it; otherwise the version is void, by path and rank.
 
     False while the nodes are asked what exactly differs.
     """
     if grant.comparison is None:
-        odd = odd_class(said.shares for said in grant.said.values())
-        if odd is None:
+        class_id = diverged_set(progress.shares for progress in grant.progress.values())
+        if class_id is None:
             return True
         (version,) = grant.versions
-        grant.comparison = Comparison(ReplicaAudit(version, odd))
-    verdict = None
-    while verdict is None:
-        asked = grant.comparison.asked
-        board.change(audit=asked)
-        reports = [view.report for view in board.views.values() if view.report is not None]
-        answers = [report.audit[1] for report in reports if report.audit is not None and report.audit[0] == asked]
-        if len(answers) < len(board.views):
+        grant.comparison = Comparison(ReplicaAudit(version, class_id))
+    divergence = None
+    while divergence is None:
+        question = grant.comparison.question
+        job.change(audit=question)
+        answers = [r.audit[1] for r in job.reports() if r.audit is not None and r.audit[0] == question]
+        if len(answers) < len(job.views):
             return False
-        verdict = grant.comparison.hear(answers)
-    grant.void, grant.diverged = (verdict.rank, verdict.reason), verdict.paths
+        divergence = grant.comparison.receive(answers)
+    grant.diverge(divergence.rank, divergence.reason, divergence.paths)
     return True
 
 
-def _completed(board: CoordinatorState, version: Version, now: float) -> None:
-    if board.orders.complete == board.orders.protected:
-        board.advanced_at = now  # there was nothing to protect: its time begins now
-    if board.orders.complete is None or version > board.orders.complete:
-        board.change(complete=version)
-    if not board.groups:  # a version of this incarnation stands: the one it was restored from may go
-        board.change(base=None)
-    board.lead = max(1, board.lead - 1)
+def _complete(job: CoordinatorState, version: Version, now: float) -> None:
+    if job.orders.complete == job.orders.protected:
+        protection.start_clock(job, now)  # there was nothing to protect: its time begins now
+    if job.orders.complete is None or version > job.orders.complete:
+        job.change(complete=version)
+    if not job.protection.groups:  # a version of this incarnation is complete: the restored one may go
+        job.change(base=None)
+    job.grants.lead = max(1, job.grants.lead - 1)
 
 
-def grant(board: CoordinatorState, now: float) -> None:
+def grant(job: CoordinatorState, now: float) -> None:
     """Give the next one, as soon as there is room for it everywhere."""
-    # Counts, not sets: this is asked with every report of every node.
-    if len(board.ready) < len(board.views) or board.finished:
+    grants, num_nodes = job.grants, len(job.views)
+    if len(job.ready) < num_nodes or job.finished:
         return
-    if not board.orders.ready:
-        board.change(ready=True)
-    written = sum(len(grant.said) < len(board.views) for grant in board.open)
-    if written > _may_be_ahead(board) or len(board.open) >= max(2, board.slots) - 1:
+    if not job.orders.ready:
+        job.change(ready=True)
+    unwritten = sum(len(grant.progress) < num_nodes for grant in grants.open)
+    if unwritten > int(_may_overlap(job)) or len(grants.open) >= max(2, job.slots) - 1:
         return
-    if len(board.rooms) < len(board.views):
+    if len(grants.room) < num_nodes:
         return
-    reports = [view.report for view in board.views.values() if view.report is not None]
+    step = _next_step(job, now)
+    grants.serial += 1
+    grants.open.append(JobGrant(grants.serial, step, overlaps_previous=unwritten > 0))
+    job.change(grants=open_orders(job), serial=grants.serial)
+    job.expect_room()
+
+
+def _may_overlap(job: CoordinatorState) -> bool:
+    """A grant may be given while the one before is not committed everywhere."""
+    return job.slots >= 3 and job.grants.serial >= job.grants.serialized_until
+
+
+def _next_step(job: CoordinatorState, now: float) -> int:
+    """Ahead of the furthest rank by what an order takes to arrive, and a multiple of `every`."""
+    reports = job.reports()
     step_s = max(report.step_s for report in reports)
-    ahead = max(_progress_now(view, now) for view in board.views.values())
-    lead = board.lead
-    if len(board.views) > 1 and step_s > 0:
-        lead = max(lead, math.ceil(DELIVERY_S * board.lead / step_s) + 1)
-    if board.open:
-        lead = max(lead, board.open[-1].step + 1 - ahead)
+    furthest = max(_progress_now(view, now) for view in job.views.values())
+    lead = job.grants.lead
+    if len(job.views) > 1 and step_s > 0:
+        lead = max(lead, math.ceil(DELIVERY_S * job.grants.lead / step_s) + 1)
+    if job.grants.open:
+        lead = max(lead, job.grants.open[-1].step + 1 - furthest)
     every = reports[0].every
-    step = -(-(ahead + lead) // every) * every
-    board.serial += 1
-    board.one_by_one = max(0, board.one_by_one - 1)
-    board.open.append(JobGrant(board.serial, step, ahead=written > 0))
-    board.rooms.clear()
-    board.change(grants=tuple(GrantOrder(g.serial, g.step) for g in board.open), serial=board.serial)
-    board.orders = msgspec.structs.replace(board.orders, retain_seq=board.orders.seq)
-
-
-def _may_be_ahead(board: CoordinatorState) -> int:
-    """Grants that may be given while the one before is not committed everywhere."""
-    return int(board.slots >= 3 and not board.one_by_one)
+    return -(-(furthest + lead) // every) * every
 
 
 def _progress_now(view: NodeView, now: float) -> int:
@@ -119,4 +131,18 @@ def _progress_now(view: NodeView, now: float) -> int:
     assert report is not None
     if report.step_s <= 0:
         return report.progress
-    return report.progress + math.floor((now - view.heard_at) / report.step_s)
+    return report.progress + math.floor((now - view.received_at) / report.step_s)
+
+
+def open_orders(job: CoordinatorState) -> tuple[GrantOrder, ...]:
+    return tuple(GrantOrder(grant.serial, grant.step) for grant in job.grants.open)
+
+
+def take_over(job: CoordinatorState, orders: Orders, reports: list[Report]) -> None:
+    """Open the grants that ranks may be writing under, and know the outcomes of the others."""
+    grants = job.grants
+    grants.outcomes.extend(orders.outcomes)
+    resolved = max((outcome.serial for outcome in grants.outcomes), default=0)
+    grants.serial = max([orders.serial, resolved, *(g.serial for r in reports for g in r.opened)])
+    steps = {g.serial: g.step for r in reports for g in (*r.opened, *orders.grants)}
+    grants.open += [JobGrant(serial, steps[serial]) for serial in sorted(steps) if serial > resolved]

@@ -1,7 +1,8 @@
-"""What keepers tell each other: reports to the coordinator, orders from it. Whole small states, said again and again.
+"""Messages between keepers: reports to the coordinator, orders from it.
 
-Both are idempotent: a lost, late or doubled message changes nothing that the next one does not put right.
-A receiver ignores what is older than what it has (`Orders.newer_than`, `Report.number`).
+Both are whole small states, sent again with every heartbeat: a lost, late or repeated message changes nothing
+that the next one does not correct. A receiver ignores what is older than what it has (`Orders.newer_than`,
+`Report.number`). Field names are part of the wire format.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from keepstep.recovery.inventory import Inventory, SetKey
 from keepstep.recovery.plan import RankSource
 from keepstep.types import Incarnation, Version
 
-MAX_OUTCOMES = 8
-MAX_WORD_BYTES = 8 << 20
+MAX_OUTCOMES = 8  # the newest ones; with four slots three grants are open at once
+MAX_MESSAGE_BYTES = 8 << 20  # orders for one of 1,000 nodes with 8 ranks each take less than 40 kB
 
 
 class GrantOrder(msgspec.Struct, frozen=True):
@@ -27,75 +28,67 @@ class GrantOrder(msgspec.Struct, frozen=True):
 
 
 class GrantOutcome(msgspec.Struct, frozen=True):
-    """How a grant ended: the version that is complete on all ranks, or None and whose fault it was."""
+    """How a grant ended: the version that is complete on all ranks, or None and the rank that failed."""
 
     serial: int
     version: Version | None
     rank: int = -1
     reason: str = ""
-    diverged: tuple[str, ...] = ()
-    """paths whose replicas are not the same: protected per rank from now on"""
+    diverged: tuple[str, ...] = ()  # paths whose replicas differ: protected per rank from now on
 
 
 class ReplicaAudit(msgspec.Struct, frozen=True):
-    """Replicas of this class differ: all nodes say what they hold of it, chunk by chunk."""
+    """A replica set differs: all nodes report what they hold of it, chunk by chunk."""
 
     version: Version
     class_id: str
-    chunks: tuple[int, ...] = ()
-    """none: what is held, unit by unit. Some: which paths lie in them"""
+    chunks: tuple[int, ...] = ()  # none: what is held, unit by unit; some: which paths lie in them
 
 
 class ReplicaSetDigest(msgspec.Struct, frozen=True, array_like=True):
-    """What a node holds of a replica class, in a few bytes."""
+    """What a node holds of a replica set, in a few bytes."""
 
     class_id: str
     digest: bytes
+    # 0: every node holds all of it, and digests are equal. Otherwise this many nodes hold a share each, and the
+    # digests of all of them add up to zero.
     shared_by: int = 0
-    """0: every node holds all of it, and digests are equal. Otherwise this many nodes hold a share each, and the
-    digests of all of them add up to zero"""
 
 
 class ReplicaUnit(msgspec.Struct, frozen=True, array_like=True):
-    """One stored chunk of a replica class on one node."""
+    """One stored chunk of a replica set on one node."""
 
-    chunk: int
-    """of the stream; its stripe row where it is parity"""
-    code_row: int
-    """-1: data"""
+    chunk: int  # of the set; its stripe where it is parity
+    code_row: int  # -1: data
     rank: int
     digest: bytes
 
 
 class ReplicaAuditAnswer(msgspec.Struct, frozen=True):
-    """What a node holds of a class, unit by unit, or what lies in the chunks that it was asked for."""
+    """What a node holds of a replica set, unit by unit, or which paths lie in the chunks it was asked for."""
 
     n: int = 0
-    m: int = 0
-    """0: every node holds all of it"""
+    m: int = 0  # 0: every node holds all of it
     units: tuple[ReplicaUnit, ...] = ()
     paths: tuple[str, ...] = ()
 
 
 class RestoreOrder(msgspec.Struct, frozen=True):
-    """What this node has to bring in for its ranks, and whether all others have done so."""
+    """What this node must obtain for its ranks, and whether all nodes have done so (`begin`)."""
 
     number: int
     version: Version | None
     pieces: tuple[RankSource, ...] = ()
     reasons: tuple[str, ...] = ()
     failure: str = ""
-    damage: bool = False
-    """the failure is one of bytes that do not match their checksum"""
+    damage: bool = False  # the failure is one of bytes that do not match their checksum
     begin: bool = False
     world_size: int = 0
-    local_world_size: int = 0
-    """of the job that saved it"""
-    holders: tuple[str, ...] = ()
-    """nodes that replicated state may come from"""
+    local_world_size: int = 0  # of the job that saved it
+    holders: tuple[str, ...] = ()  # nodes that may hold its replicated state
 
     def when_over(self) -> RestoreOrder:
-        """All ranks of all nodes have loaded: nobody brings anything in any more, and every report repeats it."""
+        """The same without pieces, once all ranks have loaded: every report repeats it."""
         return msgspec.structs.replace(self, pieces=(), reasons=(), holders=())
 
 
@@ -110,8 +103,7 @@ class Orders(msgspec.Struct, frozen=True, tag=True):
     """The coordinator's whole state, for one node."""
 
     incarnation: Incarnation
-    epoch: int
-    """counts the keepers that have coordinated this incarnation"""
+    epoch: int  # counts the keepers that have coordinated this incarnation
     seq: int
     attempt: int = 0
     protected: Version | None = None
@@ -121,25 +113,21 @@ class Orders(msgspec.Struct, frozen=True, tag=True):
     base: Version | None = None
     grants: tuple[GrantOrder, ...] = ()
     outcomes: tuple[GrantOutcome, ...] = ()
-    serial: int = 0
-    """the last grant that was given"""
+    serial: int = 0  # of the last grant that was given
     exposed: bool = False
-    ready: bool = False
-    """all ranks of all nodes are loaded"""
+    ready: bool = False  # all ranks of all nodes are loaded
     finished: bool = False
     every: int = 1
     group: GroupOrder | None = None
     restore: RestoreOrder | None = None
     audit: ReplicaAudit | None = None
-    cards: tuple[NodeCard, ...] = ()
-    """keepers that took the place of those the membership names, and where they are"""
-    retain_seq: int = 0
-    """the seq at which `retain` last changed: a report that has seen it knows what is free"""
+    cards: tuple[NodeCard, ...] = ()  # of keepers that replaced those the membership names
+    retain_seq: int = 0  # the seq at which `retain` last changed: a report that has seen it knows what is free
 
     @property
     def retain(self) -> set[Version]:
-        found = {self.protected, self.complete, self.target, self.base}
-        return {version for version in found if version is not None}
+        versions = {self.protected, self.complete, self.target, self.base}
+        return {version for version in versions if version is not None}
 
     def newer_than(self, other: Orders | None) -> bool:
         return other is None or self.order > other.order
@@ -154,22 +142,20 @@ class EarlierGrantProgress(msgspec.Struct, frozen=True):
 
     serial: int
     step: int
-    version: Version | None
-    """what all its ranks committed, None when void"""
+    version: Version | None  # what all its ranks committed; None: void
     sealed: bool
     rank: int = -1
     reason: str = ""
-    shares: tuple[ReplicaSetDigest, ...] = ()
-    """of replicated state, of all local ranks together"""
-    late: bool = False
-    """its ranks captured different steps: the grant came too late for one of them"""
+    shares: tuple[ReplicaSetDigest, ...] = ()  # of replicated state, of all local ranks together
+    late: bool = False  # its ranks captured different steps: the grant came too late for one of them
 
 
 class ExchangeProgress(msgspec.Struct, frozen=True):
+    """How far a node is with its parity of the target."""
+
     key: SetKey
     moved_bytes: int
-    problem: str = ""
-    """why this node cannot finish it"""
+    problem: str = ""  # why this node cannot finish it
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -177,16 +163,14 @@ class Failure(msgspec.Struct, frozen=True):
 
     plan: int
     node_id: str
-    rank: int
-    """-1: its parity"""
+    rank: int  # -1: its parity
     version: Version
-    damaged: bool
-    """its own bytes failed their check; otherwise the node could not be reached"""
+    damaged: bool  # its own bytes failed their check; otherwise the node could not be reached
     text: str
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """What a node says of itself: everything the coordinator decides from."""
+    """The state of a node: everything the coordinator decides from."""
 
     node_id: str
     instance: str
@@ -194,20 +178,17 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     number: int
     state: str
     card: NodeCard
-    whole: bool = False
-    """all local ranks have registered"""
+    whole: bool = False  # all local ranks have registered
     ranks: tuple[int, ...] = ()
     world_size: int = 0
     progress: int = -1
     step_s: float = 0.0
     ready: bool = False
-    room: bool = False
-    """every rank has a slot that may be written under the orders it has seen"""
+    room: bool = False  # every rank has a slot that may be granted under the orders it has seen
     every: int = 1
     slots: int = 2
     grants: tuple[EarlierGrantProgress, ...] = ()
-    opened: tuple[GrantOrder, ...] = ()
-    """grants that its ranks may be writing under"""
+    opened: tuple[GrantOrder, ...] = ()  # grants that its ranks may be writing under
     placed: tuple[SetKey, ...] = ()
     exchange: ExchangeProgress | None = None
     audit: tuple[ReplicaAudit, ReplicaAuditAnswer] | None = None
@@ -216,11 +197,9 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     finished: bool = False
     losses: int = 0
     group_size: int = 8
-    orders: Orders | None = None
-    """the last ones it follows: what a coordinator that takes over starts from"""
+    orders: Orders | None = None  # the last ones it follows: what a coordinator that takes over starts from
     inventory: Inventory | None = None
-    restored: int = 0
-    """the plan for which all its ranks' bytes are here and verified"""
+    restored: int = 0  # the plan for which the snapshots of all its ranks are here and verified
     failures: tuple[Failure, ...] = ()
 
 
@@ -228,13 +207,13 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Report | Orders)
 
 
-def encode(word: Report | Orders) -> bytes:
-    return _encoder.encode(word)
+def encode(message: Report | Orders) -> bytes:
+    return _encoder.encode(message)
 
 
 def decode(data: bytes) -> Report | Orders:
     """Raises msgspec.DecodeError or ValueError for anything else."""
-    if len(data) > MAX_WORD_BYTES:
-        raise ValueError(f"a word of {len(data)} bytes")
-    word: Report | Orders = _decoder.decode(data)
-    return word
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes")
+    message: Report | Orders = _decoder.decode(data)
+    return message

@@ -1,147 +1,164 @@
-"""What the job restores: one plan for all, ready on all nodes, then BEGIN. Pure.
+"""Restore: one plan for the job, ready on all nodes, then BEGIN. Pure.
 
-What fails is left out of the next plan: bytes that do not match for good, what could not be reached for a while.
+Owner of `CoordinatorState.restore`, and of what the views exclude. What fails is left out of the next plan: bytes
+that do not match for good, what could not be reached for a while.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from keepstep.keeper.coordinator.messages import Failure, RestoreOrder
+from keepstep.keeper.coordinator import protection
+from keepstep.keeper.coordinator.messages import Failure, Report, RestoreOrder
 from keepstep.keeper.coordinator.state import RESTORING, SERVING, CoordinatorState
 from keepstep.recovery.inventory import Inventory
 from keepstep.recovery.plan import Plan, RankSource, covering, plan, stands
 from keepstep.types import Version
 
 
-def restore(board: CoordinatorState, now: float) -> None:
-    if board.plan is None:
-        if not _may_plan(board, now):
-            return
-        _make_plan(board, now)
-    if board.plan is None or board.plan.failure:
-        return
-    if len(board.restored) == len(board.views):
-        _begin(board, now)
+def count(job: CoordinatorState, report: Report) -> None:
+    """Take a report into account."""
+    ready = report.restored == job.restore.plan_number and job.restore.plan is not None
+    (job.restore.ready.add if ready else job.restore.ready.discard)(report.node_id)
+    for failure in report.failures:
+        if failure.plan == job.restore.plan_number:
+            _exclude(job, failure)
 
 
-def _may_plan(board: CoordinatorState, now: float) -> bool:
-    members = [view.report for view in board.views.values() if view.report is not None]
-    if any(r.inventory is None or not r.whole for r in members):
+def restore(job: CoordinatorState, now: float) -> None:
+    """Plan, or begin when all nodes are ready."""
+    if job.restore.plan is None and _may_plan(job, now):
+        _make_plan(job, now)
+    chosen = job.restore.plan
+    if chosen is not None and not chosen.failure and len(job.restore.ready) == len(job.views):
+        _begin(job, chosen, now)
+
+
+def _may_plan(job: CoordinatorState, now: float) -> bool:
+    """Every member has reported what it holds; keepers of the last incarnation too, or had the time to do so."""
+    if any(report.inventory is None or not report.whole for report in job.reports()):
         return False
-    silent = [v for v in board.sources.values() if v.report is None or v.report.inventory is None]
-    return not silent or now - board.started_at >= board.terms.inventory_s
+    silent = [v for v in job.sources.values() if v.report is None or v.report.inventory is None]
+    return not silent or now - job.started_at >= job.deadlines.inventory_s
 
 
-def _make_plan(board: CoordinatorState, now: float) -> None:
-    inventories, now_there = _inventories(board)
-    silent = [node_id for node_id in (*board.views, *board.sources) if node_id not in inventories]
-    reports = [view.report for view in board.views.values() if view.report is not None]
-    homes = {rank: report.node_id for report in reports for rank in report.ranks}
-    alone = len(board.views) == 1
-    made = plan(now_there, {} if alone else homes, silent)
-    if now_there != inventories:
+def _make_plan(job: CoordinatorState, now: float) -> None:
+    inventories, reachable = _inventories(job)
+    silent = [node_id for node_id in (*job.views, *job.sources) if node_id not in inventories]
+    homes = {rank: report.node_id for report in job.reports() for rank in report.ranks}
+    alone = len(job.views) == 1
+    chosen = plan(reachable, {} if alone else homes, silent)
+    if reachable != inventories:
         best = plan(inventories, {} if alone else homes, silent)
-        if best.version != made.version:
-            # It is there, only out of reach: that never costs a version. Ask again, in a while.
-            if now < board.planned_at + board.terms.ask_again_s:
+        if best.version != chosen.version:
+            # It is held, only out of reach: that never costs a version. Ask again, in a while.
+            if now < job.restore.planned_at + job.deadlines.ask_again_s:
                 return
-            if now - board.started_at >= board.terms.inventory_s and _forget_sources(board):
+            if now - job.started_at >= job.deadlines.inventory_s and _drop_unreachable_sources(job):
                 return
-            made = best
-            for view in (*board.views.values(), *board.sources.values()):
+            chosen = best
+            for view in (*job.views.values(), *job.sources.values()):
                 view.away.clear()
-    board.planned_at = now
-    board.found = inventories
-    board.covered = covering(inventories, made.version) if made.version is not None else None
-    if made.version is not None and not alone and made.world_size != len(homes):
-        text = (
-            f"{made.version} was saved by {made.world_size} ranks, this job has {len(homes)}: "
+    job.restore.planned_at = now
+    job.restore.inventories = inventories
+    job.restore.covered_by = covering(inventories, chosen.version) if chosen.version is not None else None
+    problem = _mismatch(job, chosen, None if alone else len(homes))
+    if problem:
+        chosen = Plan(None, (), chosen.reasons, problem)
+    damage = any(inventory.damaged for inventory in inventories.values())
+    _order(job, chosen, {} if alone else homes, damage=damage)
+
+
+def _mismatch(job: CoordinatorState, chosen: Plan, num_ranks: int | None) -> str:
+    """Why this job cannot go on from that version. `num_ranks` None: a node alone compares its own ranks."""
+    version = chosen.version
+    if version is None:
+        return ""
+    if num_ranks is not None and chosen.world_size != num_ranks:
+        return (
+            f"{version} was saved by {chosen.world_size} ranks, this job has {num_ranks}: "
             "start with the same number of ranks, or give the state up with keepstep release"
         )
-        made = Plan(None, (), made.reasons, text)
-    if made.version is not None and made.version.incarnation.number >= board.incarnation.number:
-        # What this life saves would count as older. The next one knows better.
-        text = (
-            f"{made.version} was given back when incarnation {board.incarnation.number} had begun: "
+    if version.incarnation.number >= job.incarnation.number:
+        # What this incarnation saves would count as older. The next one gets a larger number.
+        return (
+            f"{version} was given back when incarnation {job.incarnation.number} had begun: "
             "the launcher restarts the job"
         )
-        made = Plan(None, (), made.reasons, text)
-    board.plan, board.plan_number = made, board.plan_number + 1
-    board.restored.clear()
-    damage = any(i.damaged for i in inventories.values())
-    mine: dict[str, list[RankSource]] = {node_id: [] for node_id in board.views}
-    for piece in made.pieces:
-        mine[next(iter(mine)) if alone else homes[piece.rank]].append(piece)
-    for node_id, pieces in mine.items():
-        board.pieces[node_id] = RestoreOrder(
-            board.plan_number, made.version, tuple(pieces), made.reasons, made.failure, damage,
-            world_size=made.world_size, local_world_size=made.local_world_size, holders=made.holders,
+    return ""
+
+
+def _order(job: CoordinatorState, chosen: Plan, homes: dict[int, str], *, damage: bool) -> None:
+    """Order every node to obtain the snapshots of its ranks. `homes` empty: all ranks are on the only node."""
+    job.restore.plan, job.restore.plan_number = chosen, job.restore.plan_number + 1
+    job.restore.ready.clear()
+    pieces: dict[str, list[RankSource]] = {node_id: [] for node_id in job.views}
+    for piece in chosen.pieces:
+        pieces[homes[piece.rank] if homes else next(iter(pieces))].append(piece)
+    for node_id, own in pieces.items():
+        job.restore.orders[node_id] = RestoreOrder(
+            job.restore.plan_number, chosen.version, tuple(own), chosen.reasons, chosen.failure, damage,
+            world_size=chosen.world_size, local_world_size=chosen.local_world_size, holders=chosen.holders,
         )  # fmt: skip
-    _change_restore(board)
+    job.renew()
 
 
-def _forget_sources(board: CoordinatorState) -> bool:
-    """A keeper of an incarnation before that somebody cannot reach: its time is over. Members are waited for."""
-    before = len(board.sources)
-    board.sources = {node_id: view for node_id, view in board.sources.items() if not view.away}
-    return len(board.sources) < before
+def _drop_unreachable_sources(job: CoordinatorState) -> bool:
+    """Keepers of an earlier incarnation that a node cannot reach have had their time. Members are waited for."""
+    unreachable = [node_id for node_id, view in job.sources.items() if view.away]
+    job.drop_sources(*unreachable)
+    return bool(unreachable)
 
 
-def _inventories(board: CoordinatorState) -> tuple[dict[str, Inventory], dict[str, Inventory]]:
+def _inventories(job: CoordinatorState) -> tuple[dict[str, Inventory], dict[str, Inventory]]:
     """What is held and sound, and of that what could be reached so far."""
-    found: dict[str, Inventory] = {}
-    reached: dict[str, Inventory] = {}
-    for node_id, view in {**board.views, **board.sources}.items():
+    sound: dict[str, Inventory] = {}
+    reachable: dict[str, Inventory] = {}
+    for node_id, view in {**job.views, **job.sources}.items():
         if view.report is not None and view.report.inventory is not None:
-            found[node_id] = _without(view.report.inventory, view.excluded)
-            reached[node_id] = _without(found[node_id], view.away)
-    return found, reached
+            sound[node_id] = _without(view.report.inventory, view.excluded)
+            reachable[node_id] = _without(sound[node_id], view.away)
+    return sound, reachable
 
 
-def _change_restore(board: CoordinatorState) -> None:
-    board.orders = msgspec.structs.replace(board.orders, seq=board.orders.seq + 1)
-
-
-def _begin(board: CoordinatorState, now: float) -> None:
-    assert board.plan is not None
-    board.pieces = {n: msgspec.structs.replace(order, begin=True) for n, order in board.pieces.items()}
-    version = board.plan.version
-    _change_restore(board)
-    board.change(base=version, complete=version)
-    covered = board.covered
+def _begin(job: CoordinatorState, chosen: Plan, now: float) -> None:
+    """BEGIN: all nodes have what the plan names."""
+    for node_id, order in job.restore.orders.items():
+        job.restore.orders[node_id] = msgspec.structs.replace(order, begin=True)
+    version = chosen.version
+    job.renew()
+    job.change(base=version, complete=version)
+    covered_by = job.restore.covered_by
     # What survives a node goes on to do so until this incarnation has something newer that does.
-    if covered is not None and board.groups:
-        board.change(protected_by=covered)
-        if covered.version != version or stands({n: i for n, i in board.found.items() if n in board.views}, covered):
-            board.change(protected=covered.version)
-    board.state, board.moved_at, board.advanced_at = SERVING, now, now
+    if covered_by is not None and job.protection.groups:
+        job.change(protected_by=covered_by)
+        members = {n: i for n, i in job.restore.inventories.items() if n in job.views}
+        if covered_by.version != version or stands(members, covered_by):
+            job.change(protected=covered_by.version)
+    job.enter(SERVING)
+    protection.begin(job, now)
 
 
-def exclude(board: CoordinatorState, failure: Failure) -> None:
-    view = board.views.get(failure.node_id) or board.sources.get(failure.node_id)
+def _exclude(job: CoordinatorState, failure: Failure) -> None:
+    """Leave a source out of the next plan; the same failure again ends the restore."""
+    view = job.views.get(failure.node_id) or job.sources.get(failure.node_id)
     if view is not None:
         left_out = view.excluded if failure.damaged else view.away
         if (failure.version, failure.rank) in left_out:
-            if board.state == RESTORING and board.plan is not None and not board.plan.failure:
-                _give_up(board, failure.text)
+            chosen = job.restore.plan
+            if job.state == RESTORING and chosen is not None and not chosen.failure:
+                _fail(job, chosen, failure.text)
             return
         left_out.add((failure.version, failure.rank))
-    board.faults.append(failure.text)
-    if board.state == RESTORING:
-        board.plan = None  # plan again, without it
+    job.warn(failure.text)
+    if job.state == RESTORING:
+        job.restore.plan = None
 
 
-def _give_up(board: CoordinatorState, text: str) -> None:
-    """What failed is not a source that a plan can do without: no memory, for one. Better an error than to wait."""
-    assert board.plan is not None
-    reasons = (*board.plan.reasons, text)
-    board.plan = Plan(None, (), reasons, f"{board.plan.version} cannot be brought to where it is needed: {text}")
-    board.plan_number += 1
-    board.restored.clear()
-    for node_id in board.views:
-        board.pieces[node_id] = RestoreOrder(board.plan_number, None, (), reasons, board.plan.failure)
-    _change_restore(board)
+def _fail(job: CoordinatorState, chosen: Plan, text: str) -> None:
+    """The target failed, not a source (it has no memory, for example): an error instead of planning for ever."""
+    problem = f"{chosen.version} cannot be brought to where it is needed: {text}"
+    _order(job, Plan(None, (), (*chosen.reasons, text), problem), {}, damage=False)
 
 
 def _without(inventory: Inventory, excluded: set[tuple[Version, int]]) -> Inventory:
@@ -152,3 +169,9 @@ def _without(inventory: Inventory, excluded: set[tuple[Version, int]]) -> Invent
         holdings=tuple(h for h in inventory.holdings if (h.version, h.rank) not in excluded),
         sets=tuple(s for s in inventory.sets if (s.key.version, -1) not in excluded),
     )
+
+
+def take_over(job: CoordinatorState, number: int, orders: dict[str, RestoreOrder]) -> None:
+    """Count plans on from this number; nodes that have not begun receive these orders again."""
+    job.restore.plan_number = max(job.restore.plan_number, number)
+    job.restore.orders.update(orders)

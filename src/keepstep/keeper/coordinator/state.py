@@ -1,7 +1,12 @@
-"""What a coordinator knows: nodes by their reports, open grants, plan, marks, and the orders that follow from them.
+"""What a coordinator knows, in sections that each have one owner.
 
-The state and nothing else. Those who change it are `counting`, `taking_over`, `planning`, `granting` and `watermarks`;
-`job` asks them in turn.
+    views, sources   nodes by their reports                     coordinator.py
+    grants           open grants and their outcomes             grants.py
+    restore          the plan, and which nodes are ready        restore.py
+    protection       groups, and the exchange of the target     protection.py
+
+A module of this package assigns only to its own section; the orders that follow from all of them change by
+`change` and `renew`.
 """
 
 from __future__ import annotations
@@ -28,130 +33,96 @@ from keepstep.recovery.inventory import Inventory, SetKey
 from keepstep.recovery.plan import Plan
 from keepstep.types import Incarnation, Version
 
+MAX_WARNINGS = 20  # between two events
+PLANS_BITS = 20  # plan numbers of one incarnation: those of another one must not be taken for them
+
 GATHERING, RESTORING, SERVING = "gathering", "restoring", "serving"
 
 
 @dataclass(frozen=True)
-class Terms:
-    """Deadlines of the job, in seconds."""
+class Deadlines:
+    """How long a coordinator waits, in seconds."""
 
-    deadline_s: float = 30.0
-    """an exchange that makes no progress for this long is abandoned; the newest version is next"""
-    stall_s: float = 60.0
-    """unprotected for this long with no slot free: snapshots go on without waiting for protection (`exposed`)"""
-    inventory_s: float = 20.0
-    """how long a restore waits for a keeper of the last incarnation that does not answer and is not known dead"""
-    retry_s: float = 2.0
-    """before a target that failed at once is tried again"""
-    ask_again_s: float = 1.0
-    """before a plan counts again on a source that could not be reached"""
-
-
-@dataclass
-class JobGrant:
-    """A grant and which nodes have finished with it."""
-
-    serial: int
-    step: int
-    said: dict[str, EarlierGrantProgress] = field(default_factory=dict)
-    sealed: int = 0
-    versions: set[Version] = field(default_factory=set)
-    void: tuple[int, str] | None = None
-    late: bool = False
-    ahead: bool = False
-    """given before the one before it was committed everywhere"""
-    diverged: tuple[str, ...] = ()
-    comparison: Comparison | None = None
-    """begun when its replicas were found to differ"""
-
-    def hear(self, node_id: str, said: EarlierGrantProgress) -> None:
-        before = self.said.get(node_id)
-        if before == said:
-            return
-        self.said[node_id] = said
-        self.sealed += said.sealed - (before.sealed if before else False)
-        self.late = self.late or said.late
-        if said.version is None:
-            self.void = self.void or (said.rank, said.reason)
-        else:
-            self.versions.add(said.version)
-            if len(self.versions) > 1 and self.void is None:
-                steps = sorted(version.step for version in self.versions)
-                self.void, self.late = (said.rank, f"ranks captured different steps: {steps}"), True
-
-
-@dataclass
-class NodeView:
-    """What the coordinator knows of one node."""
-
-    report: Report | None = None
-    heard_at: float = -math.inf
-    excluded: set[tuple[Version, int]] = field(default_factory=set)
-    """(version, rank or -1 for parity) whose bytes there failed their check"""
-    away: set[tuple[Version, int]] = field(default_factory=set)
-    """the same, where a plan could not reach it: asked again when nothing else has it"""
+    deadline_s: float = 30.0  # a target for which no byte moved this long is abandoned
+    stall_s: float = 60.0  # snapshots go on without protection when none was reached this long and no slot is free
+    inventory_s: float = 20.0  # keepers of the last incarnation that do not answer this long are left out of the plan
+    retry_s: float = 2.0  # before an abandoned target is replaced
+    ask_again_s: float = 1.0  # before a plan counts again on a source that could not be reached
 
 
 class CoordinatorState:
     """One incarnation, as its coordinator sees it."""
 
     def __init__(
-        self, incarnation: Incarnation, members: Mapping[str, str], former: tuple[str, ...], terms: Terms, now: float
+        self,
+        incarnation: Incarnation,
+        members: Mapping[str, str],
+        former: tuple[str, ...] = (),
+        *,
+        now: float,
+        deadlines: Deadlines,
     ) -> None:
-        """`members`: node id -> failure domain, in the order of node ranks."""
-        self.incarnation, self.terms = incarnation, terms
+        """`members`: node id -> failure domain, in the order of node ranks. `former`: keepers that may hold state."""
+        self.incarnation, self.deadlines, self.started_at = incarnation, deadlines, now
         self.domains = dict(members)
         self.views = {node_id: NodeView() for node_id in members}
         self.sources = {node_id: NodeView() for node_id in former if node_id not in members}
+        self.cards: dict[str, NodeCard] = {}  # of keepers that replaced others since the incarnation began
+        # Counts, not searches: with every report of every node these are compared with the number of members.
+        self.reported: set[str] = set()
+        self.ready: set[str] = set()
+        self.finished: set[str] = set()
+        # Sections
+        self.grants = JobGrants()
+        self.restore = JobRestore(incarnation.number << PLANS_BITS)
+        self.protection = JobProtection(moved_at=now, advanced_at=now)
+        # Output
         self.state = GATHERING
         self.orders = Orders(incarnation, 0, 0)
-        self.open: list[JobGrant] = []
-        self.outcomes: deque[GrantOutcome] = deque(maxlen=MAX_OUTCOMES)
-        self.groups: dict[str, GroupOrder] = {}
-        self.pieces: dict[str, RestoreOrder] = {}
-        self.plan: Plan | None = None
-        # Words of a plan that is over must not be taken for those of the next life.
-        self.plan_number = incarnation.number << 20
-        self.planned_at = -math.inf
-        self.found: dict[str, Inventory] = {}
-        """what the last plan was made from"""
-        self.covered: SetKey | None = None
-        """the newest protection that the inventories show: kept until there is one of this incarnation"""
-        self.serial = 0
-        self.lead = 1
-        self.one_by_one = 0
-        """so many of the next grants wait until the one before is committed everywhere"""
-        self.started_at = now
-        self.heard: set[str] = set()
-        self.ready: set[str] = set()
-        self.restored: set[str] = set()
-        self.rooms: set[str] = set()
-        self.finished: set[str] = set()
-        self.cut: set[str] = set()
-        """nodes that miss a link to another one of their group"""
-        self.moved: dict[str, int] = {}
-        self.placed: set[str] = set()
-        self.moved_at = self.advanced_at = now
-        self.retry_at = -math.inf
-        self.faults: deque[str] = deque(maxlen=20)
-        self.cards: dict[str, NodeCard] = {}
-        """of keepers that took another one's place since the incarnation began"""
-        self.protected_at = now
-        self.losses = 0
-        """nodes that every group may lose at once, once a version is protected"""
+        self.warnings: deque[str] = deque(maxlen=MAX_WARNINGS)
+
+    def enter(self, state: str) -> None:
+        self.state = state
 
     def change(self, **fields: object) -> None:
+        """Change the orders, where a field is not what it was."""
         changed = {name: value for name, value in fields.items() if getattr(self.orders, name) != value}
         if changed:
-            self.orders = msgspec.structs.replace(self.orders, seq=self.orders.seq + 1, **changed)
+            self.renew(**changed)
+
+    def renew(self, **fields: object) -> None:
+        """Give new orders, also where only what is added for single nodes has changed."""
+        self.orders = msgspec.structs.replace(self.orders, seq=self.orders.seq + 1, **fields)
+
+    def start_orders(self, orders: Orders) -> None:
+        self.orders = orders
+
+    def expect_room(self) -> None:
+        """What is retained has changed: only reports that have seen it count as having room."""
+        self.grants.room.clear()
+        self.orders = msgspec.structs.replace(self.orders, retain_seq=self.orders.seq)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def adopt_cards(self, cards: Mapping[str, NodeCard]) -> None:
+        """Addresses that an earlier coordinator knew; those that were reported since are newer."""
+        self.cards = {**cards, **self.cards}
+
+    def drop_sources(self, *node_ids: str) -> None:
+        """These keepers of an earlier incarnation are not waited for, or counted on, any longer."""
+        self.sources = {node_id: view for node_id, view in self.sources.items() if node_id not in node_ids}
 
     def orders_for(self, node_id: str) -> Orders:
-        group, restore = self.groups.get(node_id), self.pieces.get(node_id)
+        group, restore = self.protection.groups.get(node_id), self.restore.orders.get(node_id)
         if group is None and restore is None:
             return self.orders
         if restore is not None and self.orders.ready:
             restore = restore.when_over()
         return msgspec.structs.replace(self.orders, group=group, restore=restore)
+
+    def reports(self) -> list[Report]:
+        return [view.report for view in self.views.values() if view.report is not None]
 
     @property
     def target_key(self) -> SetKey | None:
@@ -161,9 +132,100 @@ class CoordinatorState:
 
     @property
     def slots(self) -> int:
-        """The same on all nodes."""
+        """Slots per rank: the same on all nodes."""
         report = next(iter(self.views.values())).report
         return report.slots if report is not None else 2
 
     def order_at(self, seq: int) -> tuple[int, int, int]:
         return (self.incarnation.number, self.orders.epoch, seq)
+
+
+@dataclass
+class NodeView:
+    """What the coordinator knows of one node."""
+
+    report: Report | None = None
+    received_at: float = -math.inf
+    # (version, rank or -1 for parity) whose bytes there failed their check
+    excluded: set[tuple[Version, int]] = field(default_factory=set)
+    # the same, where a plan could not reach it: tried again when nothing else has it
+    away: set[tuple[Version, int]] = field(default_factory=set)
+
+
+# Grants
+
+
+@dataclass
+class JobGrant:
+    """A grant, and which nodes have finished with it."""
+
+    serial: int
+    step: int
+    progress: dict[str, EarlierGrantProgress] = field(default_factory=dict)  # by node
+    num_sealed: int = 0
+    versions: set[Version] = field(default_factory=set)
+    void: tuple[int, str] | None = None
+    late: bool = False  # it came too late for a rank
+    overlaps_previous: bool = False  # given before the one before it was committed everywhere
+    diverged: tuple[str, ...] = ()
+    comparison: Comparison | None = None  # begun when its replicas were found to differ
+
+    def receive(self, node_id: str, progress: EarlierGrantProgress) -> None:
+        before = self.progress.get(node_id)
+        if before == progress:
+            return
+        self.progress[node_id] = progress
+        self.num_sealed += progress.sealed - (before.sealed if before else False)
+        self.late = self.late or progress.late
+        if progress.version is None:
+            self.void = self.void or (progress.rank, progress.reason)
+        else:
+            self.versions.add(progress.version)
+            if len(self.versions) > 1 and self.void is None:
+                steps = sorted(version.step for version in self.versions)
+                self.void, self.late = (progress.rank, f"ranks captured different steps: {steps}"), True
+
+    def diverge(self, rank: int, reason: str, paths: tuple[str, ...]) -> None:
+        """Its replicas differ: it is void."""
+        self.void, self.diverged = (rank, reason), paths
+
+
+@dataclass
+class JobGrants:
+    """Written by `grants`."""
+
+    open: list[JobGrant] = field(default_factory=list)  # oldest first
+    outcomes: deque[GrantOutcome] = field(default_factory=lambda: deque(maxlen=MAX_OUTCOMES))
+    serial: int = 0  # of the last one that was given
+    serialized_until: int = 0  # up to this serial, a grant waits until the one before is committed everywhere
+    lead: int = 1  # steps, at least, that a grant is ahead of the furthest rank
+    room: set[str] = field(default_factory=set)  # nodes whose ranks all have a slot that may be granted
+
+
+# Restore and protection
+
+
+@dataclass
+class JobRestore:
+    """Written by `restore`."""
+
+    plan_number: int
+    plan: Plan | None = None
+    planned_at: float = -math.inf
+    orders: dict[str, RestoreOrder] = field(default_factory=dict)  # by node
+    inventories: dict[str, Inventory] = field(default_factory=dict)  # what the last plan was made from
+    covered_by: SetKey | None = None  # the newest protection that the inventories show
+    ready: set[str] = field(default_factory=set)  # nodes that have and have verified what the plan names
+
+
+@dataclass
+class JobProtection:
+    """Written by `protection`."""
+
+    moved_at: float  # when a byte of the target last moved, or it became the target
+    advanced_at: float  # when protection last made progress
+    retry_at: float = -math.inf
+    groups: dict[str, GroupOrder] = field(default_factory=dict)  # by node
+    unlinked: set[str] = field(default_factory=set)  # nodes that cannot reach another one of their group
+    moved_bytes: dict[str, int] = field(default_factory=dict)  # of the target, by node
+    placed: set[str] = field(default_factory=set)  # nodes that hold their parity of the target

@@ -1,92 +1,104 @@
-"""Arenas that are asked for, made, adopted after the keeper's own death, and refused. Pure."""
+"""Arenas: requested, added, refused, quarantined and dropped; damage found in them. Pure. Owner of `node.arenas`."""
 
 from __future__ import annotations
 
-from keepstep.arena.records import Ledger
 from keepstep.control.messages import ArenaGiven, WantArena
 from keepstep.errors import KeeperError
-from keepstep.keeper.coordinator.messages import GrantOutcome, Orders
-from keepstep.keeper.node import snapshots, trainers
-from keepstep.keeper.node.effects import CreateArena, SealSlot, Send
+from keepstep.keeper.node.effects import CreateArena, DropArena, SealSlot, Send
 from keepstep.keeper.node.events import ArenaAdded, ArenaRefused, Conn
-from keepstep.keeper.node.state import COMMITTED, MAX_DAMAGED, ArenaState, GrantPage, NodeState, RegisteredTrainer, Slot
+from keepstep.keeper.node.state import COMMITTED, FREE, GRANTED, ArenaState, NodeState, RegisteredTrainer, Slot
 from keepstep.layout import SnapshotSize
-from keepstep.recovery.inventory import SetKey
-from keepstep.types import Incarnation
+
+MAX_DAMAGED = 64  # sentences kept for inventories and `keepstep inspect`
 
 
-def arena_wanted(node: NodeState, conn: Conn, wanted: WantArena) -> None:
-    member = node.member_of(conn)
-    if member is None:
-        node.refuse(conn, wanted.ticket, KeeperError("register first"))
+def requested(node: NodeState, conn: Conn, wanted: WantArena) -> None:
+    """Give a trainer the arena it has, or have a larger one created."""
+    trainer = node.trainers.by_conn(conn)
+    if trainer is None:
+        node.reply_error(conn, wanted.ticket, KeeperError("register first"))
         return
-    arena = node.arena_of(member.index)
-    if arena is not None and len(arena.slots) == wanted.slots and _fits(wanted.need, arena.capacity):
-        _move_to(node, member, arena.arena_id)
-        given = ArenaGiven(arena.arena_id, arena.size_bytes, False, wanted.ticket)
-        node.do(Send(conn, given, arena.arena_id))
-        snapshots.advance(node)
+    arena = node.arenas.of(trainer.index)
+    if arena is None or len(arena.slots) != wanted.slots or not _fits(wanted.need, arena.capacity):
+        node.emit(CreateArena(conn, wanted, trainer.index, node.arenas.next_generation(trainer.index)))
         return
-    generation = 1 + max((a.generation for a in node.arenas.values() if a.local_index == member.index), default=0)
-    node.do(CreateArena(conn, wanted, member.index, generation))
+    move_to(node, trainer, arena.arena_id)
+    node.emit(Send(conn, ArenaGiven(arena.arena_id, arena.size_bytes, False, wanted.ticket), arena.arena_id))
 
 
-def arena_added(node: NodeState, event: ArenaAdded) -> None:
+def move_to(node: NodeState, trainer: RegisteredTrainer, arena_id: str) -> None:
+    """Have the rank write this arena: a grant in the old one will not be used any more."""
+    if trainer.arena_id not in ("", arena_id):
+        node.grants.withdraw(trainer.index, trainer.rank, "its arena was replaced by a larger one")
+    trainer.move_to(arena_id)
+
+
+def add(node: NodeState, event: ArenaAdded) -> None:
+    """Take in an arena, with the slots that its headers describe."""
     slots = [
         Slot(s.index, s.state, s.info.version if s.info is not None else None, s.info, node.now - s.age_s)
         for s in event.slots
     ]
-    node.arenas[event.arena_id] = ArenaState(
+    node.arenas.by_id[event.arena_id] = ArenaState(
         event.arena_id, event.local_index, event.generation, event.size_bytes, event.capacity, slots,
         writer_pid=event.writer.pid if event.writer is not None else -1,
     )  # fmt: skip
-    member = node.members.get(event.local_index)
-    if member is not None and event.ledger is None:
-        _move_to(node, member, event.arena_id)
-        node.write_ledger()
-    _adopt_ledger(node, event)
-    if event.writer is not None and all(m.pid != event.writer.pid for m in node.members.values()):
-        trainers.stranger_found(node, event.writer.pid, event.writer.incarnation)
-    if event.grant is not None:
-        known = node.last_grant.get(event.local_index)
-        newest = (event.grant.incarnation, event.grant.serial)
-        if known is None or (known.grant.incarnation, known.grant.serial) < newest:
-            node.last_grant[event.local_index] = GrantPage(event.arena_id, event.grant)
-    for slot in slots:
+
+
+def seal_committed(node: NodeState, arena_id: str) -> None:
+    """Seal what an adopted arena holds committed, unless a newer seal of that version was lost."""
+    for slot in node.arenas.by_id[arena_id].slots:
         if slot.state == COMMITTED and slot.version is not None:
-            node.do(SealSlot(event.arena_id, slot.index, slot.version, node.remembered))
-    snapshots.advance(node)
+            node.emit(SealSlot(arena_id, slot.index, slot.version, node.orders.newest_complete))
 
 
-def arena_refused(node: NodeState, event: ArenaRefused) -> None:
+def refused(node: NodeState, event: ArenaRefused) -> None:
     text = f"arena {event.arena_id} was refused: {event.problem}"
-    if text not in node.damaged and len(node.damaged) < MAX_DAMAGED:
-        node.damaged.append(text)
+    if text not in node.arenas.damaged and len(node.arenas.damaged) < MAX_DAMAGED:
+        node.arenas.damaged.append(text)
     node.problem(text)
 
 
-def _move_to(node: NodeState, member: RegisteredTrainer, arena_id: str) -> None:
-    """The rank writes another arena from now on: a grant that lies in the old one will not be seen any more."""
-    if member.arena_id not in ("", arena_id):
-        node.grants.withdraw(member.index, member.register.rank, "its arena was replaced by a larger one")
-    member.arena_id = arena_id
+def mark_corrupt(node: NodeState, slot: Slot, text: str) -> None:
+    """The bytes of a sealed slot do not match their checksums."""
+    slot.mark_corrupt()
+    node.arenas.damaged.append(text)
+    node.count("corrupt_slots")
+    node.problem(text)
 
 
-def _adopt_ledger(node: NodeState, event: ArenaAdded) -> None:
-    """Take over what the keeper before knew. Numbers only grow: any record may be the newest that is left."""
-    ledger = event.ledger
-    newer = ledger is not None and ledger.serial > node.ledger_serial
-    if ledger is not None:
-        node.ledger_serial = max(node.ledger_serial, ledger.serial)
-        if ledger.complete is not None:
-            node.remembered = max(node.remembered or ledger.complete, ledger.complete)
-    if node.members:
-        return  # what is given back late changes nothing for a life that has begun
-    seen = [slot.info.version.incarnation for slot in event.slots if slot.info is not None]
-    seen += [record.incarnation for record in (ledger, event.grant, event.writer) if record is not None]
-    node.incarnation = max([node.incarnation, *seen])
-    if newer and ledger is not None:
-        _adopt_orders(node, ledger)
+def forget_damage(node: NodeState) -> None:
+    """A version is complete: no restore will go back behind it."""
+    node.arenas.damaged.clear()
+
+
+def quarantine(node: NodeState, pids: set[int]) -> None:
+    """Write nothing into arenas that these processes may still write."""
+    indexes = {trainer.index for trainer in node.trainers.registered.values() if trainer.pid in pids}
+    for arena in node.arenas.by_id.values():
+        if arena.local_index in indexes or arena.writer_pid in pids:
+            arena.quarantined = True
+
+
+def read_again(node: NodeState) -> None:
+    """Have slots without a living writer read again: it may have committed without a report, or not have begun."""
+    for arena, slot in node.arenas.slots():
+        if slot.state in (GRANTED, FREE):
+            slot.read_again()
+            node.emit(SealSlot(arena.arena_id, slot.index, None, node.orders.newest_complete))
+
+
+def drop_replaced(node: NodeState) -> None:
+    """Free replaced and quarantined arenas that hold nothing that is retained."""
+    retain = node.retain
+    for arena in list(node.arenas.by_id.values()):
+        current, trainer = node.arenas.of(arena.local_index), node.trainers.registered.get(arena.local_index)
+        used = trainer.arena_id if trainer is not None and trainer.arena_id else current.arena_id if current else ""
+        replaced = arena.quarantined or used not in ("", arena.arena_id)
+        busy = any(s.version in retain or s.state in (GRANTED, COMMITTED) for s in arena.slots)
+        if replaced and not busy:
+            del node.arenas.by_id[arena.arena_id]
+            node.emit(DropArena(arena.arena_id, "its rank writes another one"))
 
 
 def _fits(need: SnapshotSize, capacity: SnapshotSize) -> bool:
@@ -95,17 +107,3 @@ def _fits(need: SnapshotSize, capacity: SnapshotSize) -> bool:
         and need.values_bytes <= capacity.values_bytes
         and need.payload_bytes <= capacity.payload_bytes
     )
-
-
-def _adopt_orders(node: NodeState, ledger: Ledger) -> None:
-    """What the keeper before was told last: it says what is kept, and where a coordinator goes on."""
-    number, nonce, attempt = ledger.protected_by
-    covered = ledger.protected or ledger.base  # base: its parity is kept, though a member of its group is lost
-    by = SetKey(covered, Incarnation(number, nonce), attempt) if covered is not None and number else None
-    node.kept = Orders(
-        ledger.incarnation, ledger.epoch, ledger.seq, ledger.attempt, ledger.protected, by, ledger.current,
-        ledger.target, ledger.base, outcomes=(GrantOutcome(ledger.settled, None),) if ledger.settled else (),
-    )  # fmt: skip
-    node.settled = ledger.settled
-    if ledger.epoch:
-        node.orders, node.orders_from_ledger = node.kept, True

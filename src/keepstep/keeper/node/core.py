@@ -2,19 +2,19 @@
 
 The life of an incarnation:
 
-    waiting ──register──▶ fencing ──old trainers dead──▶ restoring ──decided──▶ serving
-                             ▲                         (seal what was committed,      │
-                             └────────── a trainer of the next round registers ◀──────┘
-                                                        plan, verify, else re-plan)
+    waiting ──register──▶ fencing ──old trainers dead──▶ restoring ──planned──▶ serving
+                             ▲                       (seal what was committed,     │
+                             └───── a trainer of the next round registers ◀────────┘
+                                                      plan, verify, else re-plan)
 
 Rules (numbers of docs/protocol.md): an incarnation opens only when every trainer of older ones is dead
 (8); a committed slot found after a crash is sealed before anything is decided (6); what to restore is
 decided once per incarnation, and only failed verification of a version's own bytes counts against it
 (9); the lease runs only when neither launcher nor trainer is left (12).
 
-    node       what is known             members    who is there, incarnations, the fence
-    arenas     the memory of the ranks   snapshots  grants, completion, retention
-    restoring  the way back
+`state` lists the sections and their owners. Each module imports only those before it:
+
+    state, grants < arenas < snapshots, restore, protection < orders < trainers < core
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.control.messages import Committed, Goodbye, Loaded, Void, WantArena, WantRestore
+from keepstep.control.messages import Committed, Goodbye, Loaded, NodeCard, Void, WantArena, WantRestore
 from keepstep.keeper.node import arenas, orders, protection, restore, snapshots, trainers
 from keepstep.keeper.node.effects import Effect, End
 from keepstep.keeper.node.events import (
@@ -45,7 +45,10 @@ from keepstep.keeper.node.events import (
     Tick,
     TrainerRegisters,
 )
-from keepstep.keeper.node.state import GrantPage, NodeState
+from keepstep.keeper.node.state import NodeState
+
+# No rank reports anything with these, and no slot changes: there is no grant to take up.
+NOT_OF_RANKS = (Tick, MembershipSet, PeerMessage, PeerLink, ParityPlaced, ExchangeAdvanced, ReplicaDigestsRead)
 
 
 class Core(NodeState):
@@ -54,42 +57,57 @@ class Core(NodeState):
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; returns what is to be done, in order."""
         self.now = max(now, self.now)
-        self.effects, self.touched = [], True
-        _DISPATCH[type(event)](self, event)
+        self.begin_event()
+        orders.begin_event(self)
+        _HANDLERS[type(event)](self, event)
+        if not isinstance(event, NOT_OF_RANKS):
+            orders.take_up_grants(self)
         orders.follow(self)
         self._watch_lease()
-        said_last, self.said_last = self.said_last, []
-        return [*self.effects, *said_last]
+        return [*self.effects, *self.effects_last]
 
-    def granted(self, index: int) -> GrantPage | None:
-        """The grants that this rank may use now: what must stand in its arena."""
-        own = self.last_grant.get(index)
-        if own is None:
-            return None
-        serials = {grant.serial for grant in own.grant.both}
-        usable = any(grant.serial in serials and not grant.resolved_for(index) for grant in self.grants.open)
-        return own if usable else None
+    def open_network(self, card: NodeCard, *, report_number: int) -> None:
+        """Peers reach this keeper at `card`; its reports count on from a number that no earlier keeper reached."""
+        self.card = card
+        orders.count_reports_from(self, report_number)
 
     def _watch_lease(self) -> None:
-        in_use = bool(self.launchers or self.strangers) or any(m.alive for m in self.members.values())
-        in_use = in_use or (self.opening is not None and self.opening.wanted)
-        in_use = in_use or (self.limits.sidecar and not self.arenas and not self.members)
+        node = self.trainers
+        in_use = bool(node.launchers or node.unregistered) or any(t.alive for t in node.registered.values())
+        in_use = in_use or (node.opening is not None and node.opening.wanted)
+        in_use = in_use or (self.sidecar and not self.arenas.by_id and not node.registered)
         if in_use:
             self.lease_since = None
         elif self.lease_since is None:
             self.lease_since = self.now
-        elif self.now - self.lease_since >= self.limits.lease_s:
-            self.do(End("the lease ran out: no launcher and no trainer is left"))
+        elif self.now - self.lease_since >= self.config.keeper.lease_s:
+            self.emit(End("the lease ran out: no launcher and no trainer is left"))
 
     def lease_left_s(self) -> float | None:
         if self.lease_since is None:
             return None
-        return max(0.0, self.limits.lease_s - (self.now - self.lease_since))
+        return max(0.0, self.config.keeper.lease_s - (self.now - self.lease_since))
 
 
-def _sealed(node: NodeState, event: SlotSealed) -> None:
-    if snapshots.sealed(node, event):
-        snapshots.advance(node)
+def _arena_added(node: NodeState, event: ArenaAdded) -> None:
+    """An arena was created for a trainer, or adopted with all that its headers say."""
+    arenas.add(node, event)
+    trainer = node.trainers.registered.get(event.local_index)
+    if trainer is not None and event.ledger is None:
+        arenas.move_to(node, trainer, event.arena_id)
+        orders.write_ledger(node)
+    trainers.adopt_incarnation(node, event)
+    if event.ledger is not None:
+        orders.adopt_ledger(node, event.ledger)
+    if event.writer is not None:
+        trainers.adopt_writer(node, event.writer)
+    if event.grant is not None:
+        node.grants.adopt_record(event.local_index, event.arena_id, event.grant)
+    arenas.seal_committed(node, event.arena_id)
+
+
+def _from_trainer(node: NodeState, event: FromTrainer) -> None:
+    _FROM_TRAINER[type(event.message)](node, event.conn, event.message)
 
 
 def _tick(node: NodeState, event: Tick) -> None:
@@ -98,33 +116,29 @@ def _tick(node: NodeState, event: Tick) -> None:
     orders.watch_peers(node)
 
 
-def _from_trainer(node: NodeState, event: FromTrainer) -> None:
-    _FROM_TRAINER[type(event.message)](node, event.conn, event.message)
-
-
 _FROM_TRAINER: dict[type, Callable[[NodeState, Conn, Any], None]] = {
-    WantRestore: restore.restore_wanted,
-    WantArena: arenas.arena_wanted,
+    WantRestore: restore.requested,
+    WantArena: arenas.requested,
     Loaded: restore.loaded,
     Committed: snapshots.committed,
     Void: snapshots.void,
-    Goodbye: trainers.said_goodbye,
+    Goodbye: trainers.goodbye,
 }
-_DISPATCH: dict[type, Callable[[NodeState, Any], None]] = {
+_HANDLERS: dict[type, Callable[[NodeState, Any], None]] = {
     TrainerRegisters: trainers.register,
     FromTrainer: _from_trainer,
     LauncherSeen: trainers.launcher_seen,
     ProcessDied: trainers.died,
-    ArenaAdded: arenas.arena_added,
-    ArenaRefused: arenas.arena_refused,
-    SlotSealed: _sealed,
-    SlotVerified: restore.verified,
-    Tick: _tick,
     MembershipSet: orders.members_set,
-    PeerMessage: orders.peer_said,
+    ArenaAdded: _arena_added,
+    ArenaRefused: arenas.refused,
+    SlotSealed: snapshots.sealed,
+    SlotVerified: restore.verified,
+    PeerMessage: orders.peer_message,
     PeerLink: orders.peer_link,
-    SnapshotFetched: restore.brought_in,
+    SnapshotFetched: restore.fetched,
     ParityPlaced: protection.placed,
-    ExchangeAdvanced: protection.moved,
-    ReplicaDigestsRead: orders.shares_read,
+    ExchangeAdvanced: protection.advanced,
+    ReplicaDigestsRead: orders.digests_read,
+    Tick: _tick,
 }

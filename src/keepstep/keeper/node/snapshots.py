@@ -1,291 +1,247 @@
-"""Snapshots on their way: committed, sealed, complete; what may be granted next, and which slots are free. Pure."""
+"""Snapshots in progress: committed, sealed, complete; grants issued to the ranks, and the slots they name. Pure.
+
+It has no section of its own: it decides between `arenas` (slots) and `grants`.
+"""
 
 from __future__ import annotations
 
 from keepstep.arena.records import Grant
 from keepstep.control.messages import Committed, Complete, Protected, Void, Voided
 from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, Orders
-from keepstep.keeper.node.effects import DropArena, SealSlot, Send, WriteGrant
+from keepstep.keeper.node import arenas
+from keepstep.keeper.node.effects import SealSlot, Send, WriteGrant
 from keepstep.keeper.node.events import Conn, SlotSealed
-from keepstep.keeper.node.grants import NodeGrant
+from keepstep.keeper.node.grants import GrantRecord, NodeGrant
 from keepstep.keeper.node.state import (
     COMMITTED,
     CORRUPT,
     FREE,
     GRANTED,
     SEALED,
-    SERVING,
-    GrantPage,
     NodeState,
     RegisteredTrainer,
     Slot,
 )
 from keepstep.types import Incarnation, Version
 
-# Of one rank, before all are back: it has at most so many grants open.
-MAX_EARLY = 4
-
 
 def committed(node: NodeState, conn: Conn, message: Committed) -> None:
-    member = node.member_of(conn)
-    arena = node.arenas.get(message.arena_id)
-    if member is None or arena is None or not 0 <= message.slot < len(arena.slots):
+    """A rank has written a slot: seal it, if it was granted."""
+    trainer = node.trainers.by_conn(conn)
+    slot = node.arenas.slot(message.arena_id, message.slot)
+    if trainer is None or slot is None:
         return
-    if arena.local_index != member.index or message.version.incarnation != node.incarnation:
-        node.problem(f"rank {member.register.rank} committed {message.version}, which is not its own to commit")
+    arena, version = node.arenas.by_id[message.arena_id], message.version
+    if arena.local_index != trainer.index or version.incarnation != node.incarnation:
+        node.problem(f"rank {trainer.rank} committed {version}, which is not its own to commit")
         return
-    slot = arena.slots[message.slot]
-    if _too_early(node, member, conn, message):
+    if _keep_unclaimed(node, trainer, conn, message):
         return
-    if slot.state == SEALED and slot.version == message.version:  # said again after the keeper came back
-        if node.kept.complete is not None and node.kept.complete >= message.version:
-            node.do(Send(conn, Complete(message.version)))
+    if slot.state == SEALED and slot.version == version:  # sent again after the keeper's death
+        complete = node.orders.active.complete
+        if complete is not None and complete >= version:
+            node.emit(Send(conn, Complete(version)))
         return
-    if slot.state == COMMITTED and slot.version == message.version:
-        node.grants.commit(member.index, message.arena_id, message.slot, message.version, member.register.rank)
-    elif slot.state == GRANTED and node.grants.commit(
-        member.index, message.arena_id, message.slot, message.version, member.register.rank
-    ):
-        slot.commit(message.version)
-        node.do(SealSlot(message.arena_id, message.slot, message.version, None))
-    elif member.alive and slot.state == FREE:
-        node.problem(f"rank {member.register.rank} committed slot {message.slot} that it was not granted")
-    advance(node)
+    if slot.state == COMMITTED and slot.version == version:
+        node.grants.commit(trainer.index, message, trainer.rank)
+    elif slot.state == GRANTED and node.grants.commit(trainer.index, message, trainer.rank):
+        slot.commit(version)
+        node.emit(SealSlot(message.arena_id, message.slot, version, None))
+    elif trainer.alive and slot.state == FREE:
+        node.problem(f"rank {trainer.rank} committed slot {message.slot}, which was not granted")
 
 
 def void(node: NodeState, conn: Conn, message: Void) -> None:
-    member = node.member_of(conn)
-    if member is None:
+    """A rank cannot honour a grant."""
+    trainer = node.trainers.by_conn(conn)
+    if trainer is None or _keep_unclaimed(node, trainer, conn, message):
         return
-    if _too_early(node, member, conn, message):
-        return
-    grant = node.grants.refuse(
-        member.index, message.arena_id, message.slot, message.version.step, member.register.rank, message.reason
-    )
-    if grant is not None:
+    if node.grants.void(trainer.index, message, trainer.rank):
         node.count("voids")
-        node.log("warning", "grant void", rank=member.register.rank, step=message.version.step, reason=message.reason)
-    advance(node)
+        node.log("warning", "grant void", rank=trainer.rank, step=message.version.step, reason=message.reason)
 
 
-def sealed(node: NodeState, event: SlotSealed) -> bool:
-    """The work on a committed slot has ended. False when the slot is not waiting for it any more."""
-    arena = node.arenas.get(event.arena_id)
-    if arena is None or arena.slots[event.slot].state != COMMITTED:
-        return False
-    slot = arena.slots[event.slot]
-    if slot.version not in (None, event.version):
-        return False  # of a version that is not there any more
+def sealed(node: NodeState, event: SlotSealed) -> None:
+    """Sealing a committed slot has ended; ignored where the slot does not wait for it any more."""
+    slot = node.arenas.slot(event.arena_id, event.slot)
+    if slot is None or slot.state != COMMITTED or slot.version not in (None, event.version):
+        return
+    index = node.arenas.by_id[event.arena_id].local_index
+    grant = node.grants.find(index, event.arena_id, event.slot)
     if event.info is None:
         slot.free()
-        rank = node.rank_of(arena.local_index)
-        node.grants.fail_seal(arena.local_index, event.arena_id, event.slot, rank, event.problem)
-    else:
-        slot.seal(event.info, node.now)
-        grant = node.grants.find(arena.local_index, event.arena_id, event.slot)
-        if grant is not None and grant.committed.get(arena.local_index) == event.version:
-            grant.sealed.add(arena.local_index)
-            grant.shares[arena.local_index] = event.shares
-        node.count("sealed_bytes", event.info.size_bytes)
-        node.count("seal_seconds", event.took_s)
-    return True
+        if grant is not None:
+            grant.fail(node.trainers.rank_of(index), event.problem)
+        return
+    slot.seal(event.info, node.now)
+    if grant is not None:
+        grant.seal(index, event.info.version, event.shares)
+    node.count("sealed_bytes", event.info.size_bytes)
+    node.count("seal_seconds", event.took_s)
 
 
-def _too_early(node: NodeState, member: RegisteredTrainer, conn: Conn, message: Committed | Void) -> bool:
-    """A rank that came back first may speak of grants that are taken up only when all are back: keep its words."""
-    own = node.last_grant.get(member.index)
-    if own is None or own.grant.incarnation != node.incarnation or own.grant.serial <= node.grants.serial:
+def _keep_unclaimed(node: NodeState, trainer: RegisteredTrainer, conn: Conn, message: Committed | Void) -> bool:
+    """Keep a report of a rank that came back first: its grants are taken up only when all ranks are back."""
+    if not node.grants.awaits_takeover(trainer.index, node.incarnation):
         return False
-    node.early[member.index] = [*node.early.get(member.index, []), (conn, message)][-MAX_EARLY:]
+    node.grants.keep_unclaimed(trainer.index, conn, message)
     return True
 
 
-def advance(node: NodeState) -> None:
-    """Take up what a keeper before this one had granted, once all ranks are back."""
-    if node.state == SERVING and node.opening is None and node.all_loaded():
-        _resume(node)
+# Orders of the coordinator
 
 
-def settle(node: NodeState) -> list[tuple[NodeGrant, GrantOutcome]]:
-    """Close the grants that the coordinator has settled; their slots are free or hold what is retained."""
-    over: list[tuple[NodeGrant, GrantOutcome]] = []
-    for outcome in node.kept.outcomes:
-        node.settled = max(node.settled, outcome.serial)
-        grant = node.grants.settle(outcome.serial)
+def close_grants(node: NodeState) -> list[tuple[NodeGrant, GrantOutcome]]:
+    """Close the grants whose outcome is known on all nodes; their slots are free, or hold what is retained."""
+    closed: list[tuple[NodeGrant, GrantOutcome]] = []
+    for outcome in node.orders.active.outcomes:
+        node.grants.note_resolved(outcome.serial)
+        grant = node.grants.close(outcome.serial)
         if grant is None:
             continue
         for index, slot_index in grant.slots.items():
             _free(node, grant.arenas[index], slot_index, keep=outcome.version)
-        over.append((grant, outcome))
+        closed.append((grant, outcome))
         if outcome.version is not None:
-            node.damaged.clear()  # nothing will fall back behind this version any more
-    return over
+            arenas.forget_damage(node)
+    return closed
 
 
-def hand_out(node: NodeState) -> bool:
-    """Give the coordinator's next grant to all local ranks at once."""
-    if not (node.opening is None and node.all_loaded()):
+def issue_grants(node: NodeState) -> bool:
+    """Issue the coordinator's next grants to all local ranks at once. True when there was one."""
+    if node.trainers.opening is not None or not node.all_loaded():
         return False
-    known = {grant.serial for grant in node.grants.open}
-    new = [order for order in node.kept.grants if order.serial > node.settled and order.serial not in known]
+    open_serials, grants = {grant.serial for grant in node.grants.open}, node.orders.active.grants
+    new = [g for g in grants if g.serial > node.grants.last_resolved_serial and g.serial not in open_serials]
     for order in new:
         if order.serial > node.grants.serial:
-            _grant(node, order)
+            _issue(node, order)
         else:
-            # All had finished with it, or the second one after it would not have been given: two are remembered.
-            node.grants.forget(order, node.rank_of(min(node.members)))
+            # Two grants are recorded: all ranks have resolved it, or the second one after it would not have been given.
+            node.grants.void_lost(order, node.trainers.rank_of(min(node.trainers.registered)))
     return bool(new)
 
 
-def has_room(node: NodeState) -> bool:
-    """Of a node whose ranks are all loaded."""
-    return all(_free_slot(node, member) is not None for member in node.members.values())
+def _issue(node: NodeState, order: GrantOrder) -> None:
+    slots: dict[int, Slot] = {}
+    trainers = node.trainers.registered
+    for index, trainer in trainers.items():
+        slot = _free_slot(node, trainer)
+        if slot is None:
+            node.grants.refuse(order, trainer.rank, "no slot is free")
+            return
+        slots[index] = slot
+    arena_ids = {index: trainer.arena_id for index, trainer in trainers.items()}
+    issued = node.grants.issue(order, {index: slot.index for index, slot in slots.items()}, arena_ids)
+    for index, slot in slots.items():
+        slot.grant()
+        earlier = node.grants.earlier(index, issued, node.incarnation)
+        grant = Grant(node.incarnation, issued.step, issued.serial, slot.index, earlier)
+        node.grants.record(index, arena_ids[index], grant)
+        node.emit(WriteGrant(arena_ids[index], grant))
 
 
-def _resume(node: NodeState) -> None:
-    """After the keeper's own death: the grants that stand in the arenas."""
-    known = max(node.grants.serial, node.settled)
-    standing: dict[int, dict[int, GrantPage]] = {}
-    for index, page in node.last_grant.items():
-        for grant in page.grant.both:
-            if grant.incarnation == node.incarnation and grant.serial > known:
-                standing.setdefault(grant.serial, {})[index] = GrantPage(page.arena_id, grant)
-    for serial in sorted(standing):
-        node.grants.serial = serial
-        _take_up(node, standing[serial])
-    if standing:
-        node.write_ledger()
-    unclaimed, node.early = node.early, {}
-    for conn, message in (report for reports in unclaimed.values() for report in reports):
+def has_free_slots(node: NodeState) -> bool:
+    """Every rank has a slot that may be granted. Of a node whose ranks are all loaded."""
+    return all(_free_slot(node, trainer) is not None for trainer in node.trainers.registered.values())
+
+
+def _free_slot(node: NodeState, trainer: RegisteredTrainer) -> Slot | None:
+    """The slot to grant next: a free one, else a corrupt one, else the oldest that is not retained."""
+    arena = node.arenas.by_id.get(trainer.arena_id)
+    if arena is None or arena.quarantined:
+        return None
+    retain = node.retain
+    in_use = node.grants.slots_in_use(trainer.index, trainer.arena_id)
+    order = {FREE: 0, CORRUPT: 1, SEALED: 2}
+    usable = [
+        slot
+        for slot in arena.slots
+        if slot.state in order and slot.index not in in_use and not (slot.state == SEALED and slot.version in retain)
+    ]
+    oldest = Version(Incarnation(0, 0), -1)
+    return min(usable, key=lambda slot: (order[slot.state], slot.version or oldest), default=None)
+
+
+def _free(node: NodeState, arena_id: str, slot_index: int, *, keep: Version | None) -> None:
+    slot = node.arenas.slot(arena_id, slot_index)
+    if slot is None:
+        return
+    trainer = node.trainers.registered.get(node.arenas.by_id[arena_id].local_index)
+    if slot.state == GRANTED and not (trainer and trainer.alive):
+        return  # its writer may not have begun: the next incarnation reads what the slot still holds
+    unwanted = keep is None and slot.state == SEALED and slot.version not in node.retain
+    if slot.state == GRANTED or unwanted:
+        slot.free()
+
+
+def report_outcomes(node: NodeState, closed: list[tuple[NodeGrant, GrantOutcome]], before: Orders) -> None:
+    """Report to the trainers what became of their snapshots.
+
+    After all other effects: a trainer that is told of a complete version finds its next grant in its arena.
+    """
+    orders, trainers = node.orders.active, node.trainers.registered
+    for grant, outcome in closed:
+        for index in grant.slots:
+            trainer = trainers.get(index)
+            if trainer is None or not trainer.alive:
+                continue
+            if outcome.version is not None:
+                node.emit_last(Send(trainer.conn, Complete(outcome.version, orders.group is None)))
+            elif index in grant.committed:
+                diverged = list(outcome.diverged)
+                message = Voided(grant.committed[index], outcome.rank, outcome.reason, diverged)
+                node.emit_last(Send(trainer.conn, message))
+        node.count("complete_versions" if outcome.version is not None else "void_versions")
+        if outcome.diverged:
+            node.problem(outcome.reason)
+    if orders.protected is not None and orders.protected != before.protected:
+        for trainer in trainers.values():
+            if trainer.alive:
+                node.emit_last(Send(trainer.conn, Protected(orders.protected)))
+
+
+# After a keeper's death
+
+
+def take_up_grants(node: NodeState) -> bool:
+    """Go on with the grants that stand in the arenas. True when there were any."""
+    recorded = node.grants.recorded(node.incarnation)
+    for serial in sorted(recorded):
+        node.grants.adopt(_taken_up(node, recorded[serial]))
+    return bool(recorded)
+
+
+def claim_reports(node: NodeState) -> None:
+    """Handle what ranks reported before their grants were taken up."""
+    for conn, message in node.grants.take_unclaimed():
         if isinstance(message, Committed):
             committed(node, conn, message)
         else:
             void(node, conn, message)
 
 
-def _take_up(node: NodeState, standing: dict[int, GrantPage]) -> None:
-    """Whoever saw the grant may be writing under it: no slot in it is given out again before it is resolved."""
-    one = next(iter(standing.values())).grant
-    grant = NodeGrant(one.serial, one.step, {}, {})
-    for index, member in node.members.items():
-        page = standing.get(index)
-        arena = node.arenas.get(member.arena_id)
-        # In another arena than the one it writes: it has moved on, or never got there.
-        if page is None or arena is None or page.arena_id != arena.arena_id:
-            grant.void = (member.register.rank, "the keeper died before it had granted this to all ranks")
+def _taken_up(node: NodeState, records: dict[int, GrantRecord]) -> NodeGrant:
+    """Any rank that has the grant may be writing under it: no slot it names is granted before it is resolved."""
+    recorded = next(iter(records.values())).grant
+    grant, void = NodeGrant(recorded.serial, recorded.step, {}, {}), None
+    for index, trainer in node.trainers.registered.items():
+        record = records.get(index)
+        # In another arena than the one it writes: the rank has moved on, or never got there.
+        if record is None or record.arena_id != trainer.arena_id or trainer.arena_id not in node.arenas.by_id:
+            void = (trainer.rank, "the keeper died before it had granted this to all ranks")
             continue
-        own = page.grant
-        if not 0 <= own.slot < len(arena.slots):
-            grant.void = (member.register.rank, "its grant names a slot that is not there")
+        slot = node.arenas.slot(record.arena_id, record.grant.slot)
+        if slot is None:
+            void = (trainer.rank, "its grant names a slot that does not exist")
             continue
-        grant.slots[index], grant.arenas[index] = own.slot, arena.arena_id
-        slot = arena.slots[own.slot]
-        current = slot.version is not None and slot.version.incarnation == node.incarnation
-        fresh = current and slot.version is not None and slot.version.step >= grant.step
-        if fresh and slot.state in (COMMITTED, SEALED):
-            assert slot.version is not None
-            grant.committed[index] = slot.version
-            if slot.state == SEALED:
-                grant.sealed.add(index)
+        grant.add_rank(index, record.arena_id, slot.index)
+        version = slot.version
+        current = version is not None and version.incarnation == node.incarnation and version.step >= grant.step
+        if version is not None and current and slot.state in (COMMITTED, SEALED):
+            grant.add_committed(index, version, sealed=slot.state == SEALED)
         else:
             slot.grant_again()
-    if grant.slots:
-        node.grants.open.append(grant)
-
-
-def _free(node: NodeState, arena_id: str, slot_index: int, *, keep: Version | None) -> None:
-    arena = node.arenas.get(arena_id)
-    if arena is None:
-        return
-    slot, member = arena.slots[slot_index], node.members.get(arena.local_index)
-    if slot.state == GRANTED and not (member and member.alive):
-        return  # its writer may not have begun: the next incarnation looks at what the slot still holds
-    unwanted = keep is None and slot.state == SEALED and slot.version not in node.retain
-    if slot.state == GRANTED or unwanted:
-        slot.free()
-
-
-def tell(node: NodeState, over: list[tuple[NodeGrant, GrantOutcome]], before: Orders) -> None:
-    """Said after all else, so that a trainer that hears of a complete version finds its next grant in place."""
-    final = node.kept.group is None
-    for grant, outcome in over:
-        for index in grant.slots:
-            member = node.members.get(index)
-            if member is None or not member.alive:
-                continue
-            if outcome.version is not None:
-                node.said_last.append(Send(member.conn, Complete(outcome.version, final)))
-            elif index in grant.committed:
-                diverged = list(outcome.diverged)
-                voided = Voided(grant.committed[index], outcome.rank, outcome.reason, diverged)
-                node.said_last.append(Send(member.conn, voided))
-        node.count("complete_versions" if outcome.version is not None else "void_versions")
-        if outcome.diverged:
-            node.problem(outcome.reason)
-    protected = node.kept.protected
-    if protected is not None and protected != before.protected:
-        for member in node.members.values():
-            if member.alive:
-                node.said_last.append(Send(member.conn, Protected(protected)))
-
-
-def _grant(node: NodeState, order: GrantOrder) -> None:
-    slots: dict[int, int] = {}
-    arenas = {index: member.arena_id for index, member in node.members.items()}
-    for index, member in node.members.items():
-        slot = _free_slot(node, member)
-        if slot is None:
-            node.grants.refuse_all(order, member.register.rank, "no slot is free")
-            return
-        slots[index] = slot.index
-    opened = node.grants.begin(order, slots, arenas)
-    for index, slot_index in slots.items():
-        member = node.members[index]
-        slot = node.arenas[member.arena_id].slots[slot_index]
-        slot.grant()
-        grant = Grant(node.incarnation, opened.step, opened.serial, slot_index, _before(node, index, opened))
-        node.last_grant[index] = GrantPage(member.arena_id, grant)
-        node.do(WriteGrant(member.arena_id, grant))
-
-
-def _before(node: NodeState, index: int, opened: NodeGrant) -> Grant | None:
-    """The grant that this rank may still use or write under, if there is one: a keeper that comes after this one must
-    know of it. There is one at most, or this one would not have been given. Else the last one that it has committed."""
-    here = opened.arenas[index]
-    others = [grant for grant in node.grants.open if grant is not opened and grant.arenas.get(index) == here]
-    waiting = [grant for grant in others if not grant.resolved_for(index)]
-    done = [grant for grant in others if index in grant.committed]
-    if not waiting and not done:
-        return None
-    last = waiting[0] if waiting else done[-1]
-    return Grant(node.incarnation, last.step, last.serial, last.slots[index])
-
-
-def _free_slot(node: NodeState, member: RegisteredTrainer) -> Slot | None:
-    arena = node.arenas.get(member.arena_id)
-    if arena is None or arena.evidence:
-        return None
-    kept = node.retain
-    mine = (grant for grant in node.grants.open if grant.arenas.get(member.index) == member.arena_id)
-    named = {grant.slots[member.index] for grant in mine}
-    order = {FREE: 0, CORRUPT: 1, SEALED: 2}
-    usable = [
-        slot
-        for slot in arena.slots
-        if slot.state in order and slot.index not in named and not (slot.state == SEALED and slot.version in kept)
-    ]
-    oldest = Version(Incarnation(0, 0), -1)
-    return min(usable, key=lambda slot: (order[slot.state], slot.version or oldest), default=None)
-
-
-def drop_old_arenas(node: NodeState) -> None:
-    """An arena that was replaced goes when none of its versions is needed any more."""
-    retain = node.retain
-    for arena in list(node.arenas.values()):
-        current, member = node.arena_of(arena.local_index), node.members.get(arena.local_index)
-        used = member.arena_id if member is not None and member.arena_id else current.arena_id if current else ""
-        replaced = arena.evidence or used not in ("", arena.arena_id)
-        busy = any(s.version in retain or s.state in (GRANTED, COMMITTED) for s in arena.slots)
-        if replaced and not busy:
-            del node.arenas[arena.arena_id]
-            node.do(DropArena(arena.arena_id, "its rank writes another one"))
+    if void is not None:
+        grant.fail(*void)
+    return grant

@@ -1,15 +1,24 @@
-"""What a keeper knows: its trainers, their arenas, the incarnation, and what is to be done next.
+"""What a keeper knows of its node, in sections that each have one owner.
 
-The state of the core and nothing else. Those who change it are `members`, `arenas`, `snapshots`,
-`restoring`, `protecting` and `following`; each says what is to be done by `do`.
+    trainers    who is registered, incarnations, the fence       trainers.py
+    arenas      the memory of the ranks and its slots            arenas.py
+    grants      what the ranks may write, and how far they are   grants.py
+    restore     the plan of this incarnation, and its requests   restore.py
+    protection  parity sets and the running exchange             protection.py
+    orders      the coordinator, the peers and the ledger        orders.py
+
+A module of this package assigns only to its own section; others read it, or call its owner. Small values
+(`Slot`, `RegisteredTrainer`, `NodeGrant`) change only by their own methods. What is to be done is emitted as
+effects.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from keepstep.arena.records import Grant, Ledger
-from keepstep.control.messages import Committed, Loaded, Membership, NodeCard, Refused, Register, Void, WantRestore
+from keepstep.config import Config
+from keepstep.control.messages import Loaded, Membership, NodeCard, Refused, Register, WantRestore
 from keepstep.errors import Error
 from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import (
@@ -20,35 +29,209 @@ from keepstep.keeper.coordinator.messages import (
     ReplicaAuditAnswer,
     RestoreOrder,
 )
-from keepstep.keeper.node.effects import Effect, Log, Send, WriteLedger
+from keepstep.keeper.coordinator.state import Deadlines
+from keepstep.keeper.node.effects import Effect, Log, Send
 from keepstep.keeper.node.events import Conn, TrainerRegisters
-from keepstep.keeper.node.grants import Grants
+from keepstep.keeper.node.grants import NodeGrants
 from keepstep.layout import SnapshotSize
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.types import Incarnation, SnapshotInfo, Version
 
-# Steps and incarnation numbers stay far below what their 64 bits hold.
-MAX_STEP = 1 << 62
-MAX_DAMAGED = 64
+MAX_STEP = 1 << 62  # steps and incarnation numbers stay far below what their 64 bits hold
+MAX_PROBLEMS = 20  # shown by `keepstep status`; the log has all of them
+
 FREE, GRANTED, COMMITTED, SEALED, CORRUPT = "free", "granted", "committed", "sealed", "corrupt"
 WAITING, FENCING, RESTORING, SERVING = "waiting", "fencing", "restoring", "serving"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Deadlines of the core, in seconds, and how much protection is wanted."""
+class NodeState:
+    """One node of one run: its sections, and the effects of the event that is being handled."""
 
-    lease_s: float = 600.0
-    fence_s: float = 10.0
-    orphan_s: float = 300.0
-    sidecar: bool = False
-    """started by an administrator before the job: it waits for its first trainer without a limit"""
-    losses: int = 1
-    group_size: int = 8
-    deadline_s: float = 30.0
-    stall_s: float = 60.0
-    inventory_s: float = 20.0
-    dead_s: float = 3.0
+    def __init__(
+        self,
+        config: Config,
+        card: NodeCard | None = None,
+        *,
+        sidecar: bool = False,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        """`sidecar`: started by an administrator before the job; its lease does not run before the first trainer."""
+        self.config, self.sidecar = config, sidecar
+        self.deadlines = deadlines or Deadlines()
+        self.card = card or NodeCard("node", "", "", 0)
+        self.state = WAITING
+        self.incarnation = Incarnation(0, 0)
+        self.now = 0.0
+        self.lease_since: float | None = None
+        # An input: the step of each rank's last `take`, by local index, refreshed by the caller before `handle`.
+        self.progress: dict[int, int] = {}
+        # Sections
+        self.trainers = NodeTrainers()
+        self.arenas = NodeArenas()
+        self.grants = NodeGrants()
+        self.restore = NodeRestore()
+        self.protection = NodeProtection()
+        self.orders = NodeOrders()
+        # Output
+        self.counters: dict[str, float] = {}
+        self.problems: list[str] = []
+        self.effects: list[Effect] = []
+        self.effects_last: list[Effect] = []
+
+    def enter(self, state: str) -> None:
+        self.state = state
+
+    def set_incarnation(self, incarnation: Incarnation) -> None:
+        self.incarnation = incarnation
+
+    def begin_incarnation(self, incarnation: Incarnation) -> None:
+        self.incarnation = incarnation
+        self.progress.clear()
+
+    @property
+    def retain(self) -> set[Version]:
+        """Versions whose slots and parity nobody may reuse."""
+        return self.orders.active.retain
+
+    @property
+    def largest_number(self) -> int:
+        """The largest incarnation number known here, also of memory that was given back too late to count."""
+        opening = self.trainers.opening
+        numbers = [self.incarnation.number, opening.incarnation.number if opening is not None else 0]
+        numbers += [slot.version.incarnation.number for _, slot in self.arenas.slots() if slot.version]
+        return max(numbers)
+
+    def all_loaded(self) -> bool:
+        """Every rank of this node has registered, lives, has its state and has an arena."""
+        trainers = self.trainers.registered.values()
+        return self.trainers.complete() and all(
+            t.alive and t.loaded and t.finished is None and t.arena_id for t in trainers
+        )
+
+    def inventory(self) -> Inventory:
+        holdings = tuple(
+            Holding.of(slot.info, local_index=arena.local_index, arena_id=arena.arena_id, slot=slot.index)
+            for arena, slot in self.arenas.slots()
+            if slot.state == SEALED and slot.info is not None
+        )
+        sets = tuple(self.protection.sets.values())
+        orders = self.orders
+        return Inventory(holdings, orders.newest_complete, tuple(self.arenas.damaged), sets, orders.active.protected)
+
+    # Output
+
+    def begin_event(self) -> None:
+        self.effects, self.effects_last = [], []
+
+    def emit(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def emit_last(self, effect: Effect) -> None:
+        """Emit an effect that comes after all others of this event."""
+        self.effects_last.append(effect)
+
+    def reply_error(self, conn: Conn, ticket: int, error: Error) -> None:
+        self.emit(Send(conn, Refused(type(error).__name__, error.message, error.hint, ticket)))
+
+    def count(self, name: str, by: float = 1) -> None:
+        self.counters[name] = self.counters.get(name, 0) + by
+
+    def problem(self, text: str) -> None:
+        if text not in self.problems:
+            self.problems = [*self.problems[-MAX_PROBLEMS + 1 :], text]
+        self.log("error", text)
+
+    def log(self, level: str, text: str, **fields: object) -> None:
+        self.emit(Log(level, text, fields))
+
+
+# Trainers
+
+
+@dataclass
+class RegisteredTrainer:
+    """A trainer of the current incarnation."""
+
+    conn: Conn
+    pid: int
+    register: Register
+    alive: bool = True
+    loaded: bool = False  # it has the restored state, or needed none
+    finished: bool | None = None  # what its last message was; None: it has not ended
+    arena_id: str = ""  # the arena that it writes
+
+    @property
+    def index(self) -> int:
+        return self.register.local_index
+
+    @property
+    def rank(self) -> int:
+        return self.register.rank
+
+    @property
+    def running(self) -> bool:
+        return self.alive and self.finished is None
+
+    def move_to(self, arena_id: str) -> None:
+        """It writes this arena from now on."""
+        self.arena_id = arena_id
+
+    def set_loaded(self, loaded: bool) -> None:
+        self.loaded = loaded
+
+
+@dataclass
+class OpeningIncarnation:
+    """An incarnation that waits until all older trainers are dead, and the registrations that wait for it."""
+
+    incarnation: Incarnation
+    label: str
+    deadline: float
+    waiting: list[TrainerRegisters] = field(default_factory=list)
+    dead: set[int] = field(default_factory=set)  # pids of waiting trainers that have died since
+
+    @property
+    def wanted(self) -> bool:
+        """One of those that wait for it is alive."""
+        return any(event.pid not in self.dead for event in self.waiting)
+
+
+@dataclass
+class NodeTrainers:
+    """Who is registered, and what must die first. Written by `trainers`."""
+
+    registered: dict[int, RegisteredTrainer] = field(default_factory=dict)  # by local index
+    label: str = ""
+    opening: OpeningIncarnation | None = None
+    launchers: set[int] = field(default_factory=set)
+    # A launcher has given back all it held: from then on this keeper has everything that is left.
+    launcher_reported: bool = False
+    unregistered: dict[int, Incarnation] = field(default_factory=dict)  # living writers of adopted arenas, by pid
+    dying: set[int] = field(default_factory=set)  # pids that were killed and have not ended
+    orphaned_since: float | None = None
+
+    def by_conn(self, conn: Conn) -> RegisteredTrainer | None:
+        return next((trainer for trainer in self.registered.values() if trainer.conn == conn), None)
+
+    def by_rank(self, rank: int) -> RegisteredTrainer | None:
+        return next((trainer for trainer in self.registered.values() if trainer.rank == rank), None)
+
+    def rank_of(self, index: int) -> int:
+        trainer = self.registered.get(index)
+        return trainer.rank if trainer is not None else -1
+
+    def complete(self) -> bool:
+        """All local ranks of this incarnation have registered."""
+        trainers = self.registered.values()
+        return bool(trainers) and len(trainers) == next(iter(trainers)).register.local_world_size
+
+    def awaits_launcher(self, incarnation: Incarnation, registers: list[Register]) -> bool:
+        """Whether a launcher that holds memory of this node has still to give it back to this (new) keeper."""
+        holds = any(register.incarnation is not None and not register.no_holder for register in registers)
+        return holds and incarnation.number > 1 and not self.launcher_reported
+
+
+# Arenas
 
 
 @dataclass
@@ -116,58 +299,46 @@ class Slot:
 
 @dataclass
 class ArenaState:
+    """One rank's arena."""
+
     arena_id: str
     local_index: int
     generation: int
     size_bytes: int
     capacity: SnapshotSize
     slots: list[Slot]
-    evidence: bool = False
-    """a trainer that cannot be killed may still write into it: nothing new goes there"""
-    writer_pid: int = -1
-    """of the living trainer that was writing it when it was adopted"""
-
-
-@dataclass(frozen=True)
-class GrantPage:
-    """What lies in the grant page of an arena."""
-
-    arena_id: str
-    grant: Grant
+    quarantined: bool = False  # a trainer that cannot be killed may still write into it: nothing new goes there
+    writer_pid: int = -1  # of the living trainer that was writing it when it was adopted
 
 
 @dataclass
-class RegisteredTrainer:
-    """A trainer of the current incarnation."""
+class NodeArenas:
+    """The memory of the ranks. Written by `arenas`."""
 
-    conn: Conn
-    pid: int
-    register: Register
-    alive: bool = True
-    loaded: bool = False
-    finished: bool | None = None
-    arena_id: str = ""
+    by_id: dict[str, ArenaState] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)  # what failed verification, one sentence each
 
-    @property
-    def index(self) -> int:
-        return self.register.local_index
+    def slots(self) -> Iterator[tuple[ArenaState, Slot]]:
+        return ((arena, slot) for arena in self.by_id.values() for slot in arena.slots)
+
+    def slot(self, arena_id: str, index: int) -> Slot | None:
+        arena = self.by_id.get(arena_id)
+        return arena.slots[index] if arena is not None and 0 <= index < len(arena.slots) else None
+
+    def of(self, index: int) -> ArenaState | None:
+        """The newest arena of that rank that is not quarantined."""
+        own = [a for a in self.by_id.values() if a.local_index == index and not a.quarantined]
+        return max(own, key=lambda a: a.generation, default=None)
+
+    def next_generation(self, index: int) -> int:
+        return 1 + max((a.generation for a in self.by_id.values() if a.local_index == index), default=0)
+
+    def any_committed(self) -> bool:
+        """A slot still waits for its seal."""
+        return any(slot.state == COMMITTED for _, slot in self.slots())
 
 
-@dataclass
-class OpeningIncarnation:
-    """An incarnation that waits for the dead, and the registrations that wait for it."""
-
-    incarnation: Incarnation
-    label: str
-    deadline: float
-    waiting: list[TrainerRegisters] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)
-    """who of them has died since, by pid"""
-
-    @property
-    def wanted(self) -> bool:
-        """One of those who wait for it lives."""
-        return any(event.pid not in self.dead for event in self.waiting)
+# Restore, protection, orders
 
 
 @dataclass(frozen=True)
@@ -179,161 +350,52 @@ class SnapshotPlace:
     size_bytes: int
 
 
-class NodeState:
-    """One node of one run."""
+@dataclass
+class NodeRestore:
+    """What this node restores in this incarnation. Written by `restore`."""
 
-    def __init__(self, limits: Limits, card: NodeCard | None = None) -> None:
-        self.limits = limits
-        self.card = card or NodeCard("node", "", "", 0)
-        self.state = WAITING
-        self.incarnation = Incarnation(0, 0)
-        self.label = ""
-        self.members: dict[int, RegisteredTrainer] = {}
-        self.arenas: dict[str, ArenaState] = {}
-        self.opening: OpeningIncarnation | None = None
-        self.launchers: set[int] = set()
-        self.strangers: dict[int, Incarnation] = {}
-        """living trainers by pid that this keeper knows only from the arenas it adopted"""
-        self.zombies: set[int] = set()
-        self.remembered: Version | None = None
-        """the newest version the ledger calls complete, across incarnations"""
-        self.damaged: list[str] = []
-        self.early: dict[int, list[tuple[Conn, Committed | Void]]] = {}
-        """what ranks said of grants that this keeper has not taken up yet"""
-        self.ledger_serial = 0
-        self.launcher_reported = False
-        """a launcher has given back what it held, if anything: from then on this keeper has all that is left"""
-        self.lease_since: float | None = None
-        self.orphaned_since: float | None = None
-        self.last_grant: dict[int, GrantPage] = {}
-        self.counters: dict[str, float] = {}
-        self.problems: list[str] = []
-        self.progress: dict[int, int] = {}
-        """an input: the step of each rank's last `take`, refreshed by the runtime before `handle`"""
-        self.now = 0.0
-        self.touched = True
-        """this event may have changed what this node reports"""
-        self.effects: list[Effect] = []
-        self.said_last: list[Effect] = []
-        """effects that come after all others of an event"""
-        # Grants and orders
-        self.grants = Grants()
-        self.orders: Orders | None = None
-        """the last ones of this incarnation"""
-        self.orders_from_ledger = False
-        self.kept = Orders(Incarnation(0, 0), 0, 0)
-        """the last ones that say what is kept: those of a life that has not begun say nothing yet"""
-        self.settled = 0
-        self.job: Coordinator | None = None
-        """this keeper coordinates the incarnation"""
-        # Peers
-        self.membership: Membership | None = None
-        self.links: dict[str, bool] = {}
-        self.down_at: dict[str, float] = {}
-        """since when a link that was up is down"""
-        self.cards: dict[str, NodeCard] = {}
-        self.meet_at = 0.0
-        self.report_number = 0
-        self.said_at = -1e9
-        self.said_key: object = None
-        self.ordered: tuple[int, int, int] = (0, 0, 0)
-        self.pace: tuple[int, float, float] = (-1, 0.0, 0.0)
-        """progress, when it was seen, seconds per step"""
-        # Restoring
-        self.restore_requests: list[tuple[Conn, WantRestore]] = []
-        self.loaded_requests: list[tuple[Conn, Loaded]] = []
-        self.decision: RestoreOrder | None = None
-        self.verifying: set[tuple[str, int]] = set()
-        self.bringing: set[int] = set()
-        """ranks whose bytes are being fetched or rebuilt"""
-        self.places: dict[int, SnapshotPlace] = {}
-        self.restored = 0
-        self.failures: list[Failure] = []
-        # Protecting
-        self.sets: dict[SetKey, ParitySet] = {}
-        self.exchange: ExchangeProgress | None = None
-        self.exchange_began = 0.0
-        self.exchange_s: float | None = None
-        """how long this node's last finished exchange took"""
-        self.audit: tuple[ReplicaAudit, ReplicaAuditAnswer] | None = None
+    requests: list[tuple[Conn, WantRestore]] = field(default_factory=list)
+    loaded_requests: list[tuple[Conn, Loaded]] = field(default_factory=list)
+    order: RestoreOrder | None = None
+    verifying: set[tuple[str, int]] = field(default_factory=set)  # (arena, slot)
+    fetching: set[int] = field(default_factory=set)  # ranks whose snapshots are being fetched or rebuilt
+    places: dict[int, SnapshotPlace] = field(default_factory=dict)  # by rank
+    ready_number: int = 0  # the plan for which all snapshots are here and verified
+    failures: list[Failure] = field(default_factory=list)
 
-    @property
-    def retain(self) -> set[Version]:
-        return self.kept.retain
 
-    def member_of(self, conn: Conn) -> RegisteredTrainer | None:
-        return next((member for member in self.members.values() if member.conn == conn), None)
+@dataclass
+class NodeProtection:
+    """Parity that this node holds and encodes. Written by `protection`."""
 
-    def rank_of(self, index: int) -> int:
-        member = self.members.get(index)
-        return member.register.rank if member is not None else -1
+    sets: dict[SetKey, ParitySet] = field(default_factory=dict)
+    exchange: ExchangeProgress | None = None
+    exchange_started: float = 0.0
+    exchange_s: float | None = None  # how long the last complete exchange took
 
-    def arena_of(self, index: int) -> ArenaState | None:
-        """The arena that rank writes now: the newest one that is not evidence."""
-        mine = [a for a in self.arenas.values() if a.local_index == index and not a.evidence]
-        return max(mine, key=lambda a: a.generation, default=None)
 
-    @property
-    def largest_number(self) -> int:
-        """Of all incarnations known here, also of those whose memory was given back too late to count."""
-        numbers = [self.incarnation.number, self.opening.incarnation.number if self.opening is not None else 0]
-        numbers += [s.version.incarnation.number for a in self.arenas.values() for s in a.slots if s.version]
-        return max(numbers)
+@dataclass
+class NodeOrders:
+    """The coordinator, the peers, and what the ledger remembers of both. Written by `orders`."""
 
-    def awaits_launcher(self, incarnation: Incarnation, trainers: list[Register]) -> bool:
-        """This keeper may be a new one, and a launcher that holds all the memory has not given back the last of it."""
-        holds = any(register.incarnation is not None and not register.no_holder for register in trainers)
-        return holds and incarnation.number > 1 and not self.launcher_reported
-
-    def whole(self) -> bool:
-        """All local ranks of this incarnation have registered."""
-        members = self.members.values()
-        return bool(members) and len(members) == next(iter(members)).register.local_world_size
-
-    def all_loaded(self) -> bool:
-        members = self.members.values()
-        return self.whole() and all(m.alive and m.loaded and m.finished is None and m.arena_id for m in members)
-
-    def inventory(self) -> Inventory:
-        holdings = tuple(
-            Holding.of(s.info, local_index=a.local_index, arena_id=a.arena_id, slot=s.index)
-            for a in self.arenas.values()
-            for s in a.slots
-            if s.state == SEALED and s.info is not None
-        )
-        sets = tuple(self.sets.values())
-        return Inventory(holdings, self.remembered, tuple(self.damaged), sets, self.kept.protected)
-
-    def write_ledger(self) -> None:
-        self.ledger_serial += 1
-        kept = self.kept
-        by = kept.protected_by
-        same = kept.incarnation == self.incarnation
-        self.do(
-            WriteLedger(
-                Ledger(
-                    incarnation=self.incarnation, base=kept.base, complete=self.remembered, serial=self.ledger_serial,
-                    current=kept.complete, protected=kept.protected, target=kept.target,
-                    protected_by=(by.incarnation.number, by.incarnation.nonce, by.attempt) if by else (0, 0, 0),
-                    epoch=kept.epoch if same else 0, seq=kept.seq if same else 0, attempt=kept.attempt,
-                    settled=self.settled,
-                )
-            )
-        )  # fmt: skip
-
-    def do(self, effect: Effect) -> None:
-        self.effects.append(effect)
-
-    def refuse(self, conn: Conn, ticket: int, error: Error) -> None:
-        self.do(Send(conn, Refused(type(error).__name__, error.message, error.hint, ticket)))
-
-    def count(self, name: str, by: float = 1) -> None:
-        self.counters[name] = self.counters.get(name, 0) + by
-
-    def problem(self, text: str) -> None:
-        if text not in self.problems:
-            self.problems = [*self.problems[-19:], text]
-        self.log("error", text)
-
-    def log(self, level: str, text: str, **fields: object) -> None:
-        self.do(Log(level, text, fields))
+    received: Orders | None = None  # the newest ones of this incarnation
+    from_ledger: bool = False  # `received` was read from a ledger, which keeps only a part of the orders
+    # The newest ones that say what is retained: orders of an incarnation that has not begun say nothing yet.
+    active: Orders = field(default_factory=lambda: Orders(Incarnation(0, 0), 0, 0))
+    coordinator: Coordinator | None = None  # where this keeper coordinates the incarnation
+    newest_complete: Version | None = None  # of all incarnations, as the ledger remembers it
+    ledger_serial: int = 0
+    # Peers
+    membership: Membership | None = None
+    links: dict[str, bool] = field(default_factory=dict)
+    down_since: dict[str, float] = field(default_factory=dict)
+    cards: dict[str, NodeCard] = field(default_factory=dict)
+    peers_set_at: float = 0.0
+    # Reports and orders that were sent
+    report_number: int = 0
+    report_changed: bool = True  # this event may have changed what this node reports
+    sent_at: float = -1e9
+    sent_key: object = None
+    sent_order: tuple[int, int, int] = (0, 0, 0)
+    pace: tuple[int, float, float] = (-1, 0.0, 0.0)  # progress, when it was seen, seconds per step
+    audit: tuple[ReplicaAudit, ReplicaAuditAnswer] | None = None

@@ -1,18 +1,20 @@
-"""Trainers and launchers come and go: which incarnation they belong to, and the fence between two. Pure."""
+"""Trainers and launchers: registration, incarnations, the fence between two of them, orphans. Pure.
+
+Owner of `node.trainers`. An incarnation opens only when every trainer of older ones is dead: they are killed, and
+what one that cannot die may still write is quarantined.
+"""
 
 from __future__ import annotations
 
+from keepstep.arena.records import Progress
 from keepstep.arena.slots import MAX_SLOTS
 from keepstep.control.messages import Goodbye, Register, Registered
 from keepstep.errors import Error, KeeperError
-from keepstep.keeper.node import restore, snapshots
-from keepstep.keeper.node.effects import Kill, SealSlot, Send
-from keepstep.keeper.node.events import Conn, LauncherSeen, ProcessDied, TrainerRegisters
-from keepstep.keeper.node.grants import Grants
+from keepstep.keeper.node import arenas, orders, restore
+from keepstep.keeper.node.effects import Kill, Send
+from keepstep.keeper.node.events import ArenaAdded, Conn, LauncherSeen, ProcessDied, TrainerRegisters
 from keepstep.keeper.node.state import (
     FENCING,
-    FREE,
-    GRANTED,
     MAX_STEP,
     RESTORING,
     SERVING,
@@ -25,23 +27,29 @@ from keepstep.types import Incarnation
 
 
 def register(node: NodeState, event: TrainerRegisters) -> None:
+    """A trainer joins the current incarnation, waits for the one that opens, or opens a new one."""
     problem = _registration_problem(node, event)
     if problem:
-        node.refuse(event.conn, event.register.ticket, problem)
+        node.reply_error(event.conn, event.register.ticket, problem)
         return
     if event.register.launcher_pid:
-        node.launchers.add(event.register.launcher_pid)
-    wanted = _incarnation_of(node, event)
-    if node.opening is not None and wanted == node.opening.incarnation:
-        node.opening.waiting.append(event)
+        node.trainers.launchers.add(event.register.launcher_pid)
+    wanted, opening = _incarnation_of(node, event), node.trainers.opening
+    if opening is not None and wanted == opening.incarnation:
+        opening.waiting.append(event)
     elif wanted == node.incarnation:
         _join(node, event)
     elif event.register.rejoin and node.incarnation.number == 0:
-        # This keeper came back with no ledger: the trainers know better.
-        node.incarnation, node.label, node.state = wanted, event.register.label, SERVING
+        # This keeper started without a ledger: the trainers know the incarnation.
+        node.set_incarnation(wanted)
+        node.trainers.label = event.register.label
+        node.enter(SERVING)
         _join(node, event)
     else:
         _open(node, wanted, event)
+
+
+# Whether a trainer may register
 
 
 def _registration_problem(node: NodeState, event: TrainerRegisters) -> Error | None:
@@ -53,15 +61,16 @@ def _registration_problem(node: NodeState, event: TrainerRegisters) -> Error | N
     if not 0 <= register.rank < register.world_size:
         return KeeperError(f"rank {register.rank} of {register.world_size} makes no sense")
     if not (register.every >= 1 and 2 <= register.slots <= MAX_SLOTS and -1 <= register.progress < MAX_STEP):
-        return KeeperError(f"every={register.every}, slots={register.slots}, progress={register.progress}?")
-    return _wrong_life(node, event) or _wrong_place(node, event) or _other_settings(node, register)
+        settings = f"every={register.every}, slots={register.slots}, progress={register.progress}"
+        return KeeperError(f"{settings} is out of range")
+    return _wrong_incarnation(node, event) or _place_taken(node, event) or _other_settings(node, register)
 
 
-def _wrong_life(node: NodeState, event: TrainerRegisters) -> Error | None:
-    wanted = event.register.incarnation
+def _wrong_incarnation(node: NodeState, event: TrainerRegisters) -> Error | None:
+    wanted, opening = event.register.incarnation, node.trainers.opening
     if wanted is None:
         return None
-    newest = node.opening.incarnation if node.opening else node.incarnation
+    newest = opening.incarnation if opening else node.incarnation
     if not (1 <= wanted.number < MAX_STEP and 0 <= wanted.nonce < 1 << 64):
         return KeeperError(f"incarnation {wanted} makes no sense")
     if wanted != newest and wanted.number <= newest.number:
@@ -72,28 +81,30 @@ def _wrong_life(node: NodeState, event: TrainerRegisters) -> Error | None:
     return None
 
 
-def _wrong_place(node: NodeState, event: TrainerRegisters) -> Error | None:
+def _place_taken(node: NodeState, event: TrainerRegisters) -> Error | None:
     register = event.register
-    known = node.members.get(register.local_index)
-    same_life = register.incarnation == node.incarnation and node.opening is None
-    if same_life and known is not None and known.pid != event.pid:
+    current = node.trainers.registered.get(register.local_index)
+    if current is None or current.pid == event.pid:
+        return None
+    if register.incarnation == node.incarnation and node.trainers.opening is None:
         return KeeperError(
             f"local rank {register.local_index} of incarnation {node.incarnation.number} is, or was, "
-            f"process {known.pid}",
+            f"process {current.pid}",
             hint="a trainer that died is replaced in a new incarnation, with all others",
         )
-    rival = _rival(node, event)
-    if rival is not None:
+    # A running trainer in the same place, under another living launcher: two jobs with one run id.
+    launcher = current.register.launcher_pid
+    if current.running and launcher in node.trainers.launchers and launcher != register.launcher_pid:
         return KeeperError(
-            f"local rank {register.local_index} of this run is taken by process {rival.pid}, whose launcher lives",
+            f"local rank {register.local_index} of this run is taken by process {current.pid}, whose launcher lives",
             hint="give the new job a run id of its own, or end the old one",
         )
     return None
 
 
 def _other_settings(node: NodeState, register: Register) -> Error | None:
-    others = [m for m in node.members.values() if m.index != register.local_index]
-    if register.incarnation != node.incarnation or node.opening is not None or not others:
+    others = [t for t in node.trainers.registered.values() if t.index != register.local_index]
+    if register.incarnation != node.incarnation or node.trainers.opening is not None or not others:
         return None
     first = others[0].register
     for name in ("world_size", "local_world_size", "every", "slots"):
@@ -106,177 +117,180 @@ def _other_settings(node: NodeState, register: Register) -> Error | None:
     return None
 
 
-def _rival(node: NodeState, event: TrainerRegisters) -> RegisteredTrainer | None:
-    """A living trainer in the same place, under another living launcher: two jobs with one run id."""
-    known = node.members.get(event.register.local_index)
-    if known is None or not known.alive or known.finished is not None or known.pid == event.pid:
-        return None
-    launcher = known.register.launcher_pid
-    return known if launcher in node.launchers and launcher != event.register.launcher_pid else None
+# Incarnations
 
 
 def _incarnation_of(node: NodeState, event: TrainerRegisters) -> Incarnation:
-    register = event.register
+    """The incarnation that a trainer belongs to; without a launcher that agreed on one, the label decides."""
+    register, opening = event.register, node.trainers.opening
     if register.incarnation is not None:
         return register.incarnation
-    if node.opening is not None and node.opening.label == register.label:
-        if all(w.register.local_index != register.local_index for w in node.opening.waiting):
-            return node.opening.incarnation
-    elif node.opening is None and node.label == register.label and node.incarnation.number:
-        fresh = all(m.alive and m.finished is None for m in node.members.values())
-        if fresh and register.local_index not in node.members:
+    if opening is not None and opening.label == register.label:
+        if all(w.register.local_index != register.local_index for w in opening.waiting):
+            return opening.incarnation
+    elif opening is None and node.trainers.label == register.label and node.incarnation.number:
+        trainers = node.trainers.registered
+        if register.local_index not in trainers and all(t.running for t in trainers.values()):
             return node.incarnation
     return Incarnation(node.largest_number + 1, event.nonce)
 
 
 def _open(node: NodeState, incarnation: Incarnation, event: TrainerRegisters) -> None:
     """Begin the fence: nothing of the new incarnation happens before the old trainers are dead."""
-    stale = node.opening.waiting if node.opening else []
-    for waiting in stale:
-        node.refuse(waiting.conn, waiting.register.ticket, KeeperError("a newer incarnation has begun"))
-    node.opening = OpeningIncarnation(incarnation, event.register.label, node.now + node.limits.fence_s, [event])
-    node.state = FENCING
-    for member in node.members.values():
-        if member.alive and member.finished is None and member.pid != event.pid:
-            node.zombies.add(member.pid)
-    for pid, life in list(node.strangers.items()):
-        if life.number < incarnation.number and pid != event.pid:
-            node.zombies.add(pid)
-            del node.strangers[pid]
-    for pid in sorted(node.zombies):
-        node.do(Kill(pid, f"incarnation {incarnation.number} begins"))
-    node.log("info", "incarnation opens", number=incarnation.number, fenced=sorted(node.zombies))
+    trainers = node.trainers
+    for waiting in trainers.opening.waiting if trainers.opening else []:
+        node.reply_error(waiting.conn, waiting.register.ticket, KeeperError("a newer incarnation has begun"))
+    deadline = node.now + node.config.keeper.fence_s
+    trainers.opening = OpeningIncarnation(incarnation, event.register.label, deadline, [event])
+    node.enter(FENCING)
+    for trainer in trainers.registered.values():
+        if trainer.running and trainer.pid != event.pid:
+            trainers.dying.add(trainer.pid)
+    for pid, older in list(trainers.unregistered.items()):
+        if older.number < incarnation.number and pid != event.pid:
+            trainers.dying.add(pid)
+            del trainers.unregistered[pid]
+    for pid in sorted(trainers.dying):
+        node.emit(Kill(pid, f"incarnation {incarnation.number} begins"))
+    node.log("info", "incarnation opens", number=incarnation.number, fenced=sorted(trainers.dying))
     try_open(node)
 
 
 def try_open(node: NodeState) -> None:
-    if node.opening is None:
+    """Open the incarnation, if all older trainers are dead or have had `fence_s` to die."""
+    trainers, opening = node.trainers, node.trainers.opening
+    if opening is None:
         return
-    if node.awaits_launcher(node.opening.incarnation, [event.register for event in node.opening.waiting]):
-        return  # whom to fence is known from what it gives back
-    if node.zombies and node.now < node.opening.deadline:
+    if trainers.awaits_launcher(opening.incarnation, [event.register for event in opening.waiting]):
+        return  # what it gives back names the processes to fence
+    if trainers.dying and node.now < opening.deadline:
         return
-    if node.zombies:
-        _abandon_arenas(node)
-    opening, node.opening = node.opening, None
+    if trainers.dying:
+        _quarantine(node)
+    trainers.opening = None
     if node.incarnation.number >= opening.incarnation.number:
-        # The memory that was given back meanwhile says so: a keeper before this one has opened it, or a later one.
-        node.state = WAITING
+        # Memory that was given back meanwhile shows that an earlier keeper has opened it, or a later one.
+        node.enter(WAITING)
     else:
-        _begin_life(node, opening)
+        _begin(node, opening)
     for event in opening.waiting:
         register(node, event)
     for pid in sorted(opening.dead):
         died(node, ProcessDied(pid))
 
 
-def _begin_life(node: NodeState, opening: OpeningIncarnation) -> None:
-    node.incarnation, node.label = opening.incarnation, opening.label
-    for conn, request in node.restore_requests:
-        node.refuse(conn, request.ticket, KeeperError("a newer incarnation has begun"))
-    node.members, node.restore_requests, node.loaded_requests = {}, [], []
-    node.grants, node.orders, node.job, node.settled = Grants(), None, None, 0
-    node.state = RESTORING
-    restore.forget(node)
-    node.last_grant.clear()
-    node.progress.clear()
-    node.early.clear()
-    _reclaim_slots(node)
+def _quarantine(node: NodeState) -> None:
+    arenas.quarantine(node, node.trainers.dying)
+    node.problem(f"trainers {sorted(node.trainers.dying)} could not be killed: their ranks get new arenas")
+    node.trainers.dying.clear()
 
 
-def stranger_found(node: NodeState, pid: int, life: Incarnation) -> None:
-    """A living trainer that this keeper knows only from the memory it writes. One of an older life is fenced."""
-    opening = node.opening
-    if opening is None or life.number >= opening.incarnation.number:
-        node.strangers[pid] = life
-    elif pid not in node.zombies and all(event.pid != pid for event in opening.waiting):
-        node.zombies.add(pid)
-        opening.deadline = max(opening.deadline, node.now + node.limits.fence_s)
-        node.do(Kill(pid, f"incarnation {opening.incarnation.number} begins"))
-
-
-def _abandon_arenas(node: NodeState) -> None:
-    stuck = {member.index for member in node.members.values() if member.pid in node.zombies}
-    for arena in node.arenas.values():
-        if arena.local_index in stuck or arena.writer_pid in node.zombies:
-            arena.evidence = True
-    node.problem(f"trainers {sorted(node.zombies)} could not be killed: their ranks get new arenas")
-    node.zombies.clear()
-
-
-def _reclaim_slots(node: NodeState) -> None:
-    """Granted and half-written slots are nobody's any more. Committed ones are sealed before a decision."""
-    for arena in node.arenas.values():
-        for slot in arena.slots:
-            if slot.state in (GRANTED, FREE):
-                # Look again: its writer may have committed without a word, or not have begun.
-                slot.read_again()
-                node.do(SealSlot(arena.arena_id, slot.index, None, node.remembered))
+def _begin(node: NodeState, opening: OpeningIncarnation) -> None:
+    node.begin_incarnation(opening.incarnation)
+    node.enter(RESTORING)
+    restore.begin_incarnation(node)
+    orders.begin_incarnation(node)
+    node.grants.begin_incarnation()
+    node.trainers.label, node.trainers.registered = opening.label, {}
+    arenas.read_again(node)
 
 
 def _join(node: NodeState, event: TrainerRegisters) -> None:
-    register = event.register
-    member = RegisteredTrainer(event.conn, event.pid, register)
-    known = node.members.get(register.local_index)
-    if known is not None and known.pid == event.pid:
-        member.loaded, member.arena_id = known.loaded, known.arena_id
-    member.loaded = member.loaded or register.rejoin
-    node.members[register.local_index] = member
-    node.strangers.pop(event.pid, None)
-    arena = node.arenas.get(register.arena_id) or node.arena_of(register.local_index)
+    register, trainers = event.register, node.trainers
+    trainer = RegisteredTrainer(event.conn, event.pid, register)
+    earlier = trainers.registered.get(register.local_index)
+    if earlier is not None and earlier.pid == event.pid:
+        trainer.loaded, trainer.arena_id = earlier.loaded, earlier.arena_id
+    trainer.loaded = trainer.loaded or register.rejoin
+    trainers.registered[register.local_index] = trainer
+    trainers.unregistered.pop(event.pid, None)
+    arena = node.arenas.by_id.get(register.arena_id) or node.arenas.of(register.local_index)
     if register.rejoin and arena is not None and arena.local_index == register.local_index:
-        member.arena_id = arena.arena_id
+        trainer.arena_id = arena.arena_id
     node.count("registrations")
-    node.do(Send(event.conn, Registered(node.incarnation, register.ticket)))
+    node.emit(Send(event.conn, Registered(node.incarnation, register.ticket)))
     if register.rejoin:
-        node.state = SERVING
-        snapshots.advance(node)
+        node.enter(SERVING)
+        orders.take_up_grants(node)
     elif node.state == WAITING:
-        # The keeper died while the job was restoring: decide again, from what was given back.
-        node.state = RESTORING
+        node.enter(RESTORING)  # the keeper died while the job was restoring: plan again, from what was given back
+
+
+# What adopted memory says of trainers
+
+
+def adopt_incarnation(node: NodeState, event: ArenaAdded) -> None:
+    """Take over the newest incarnation of an adopted arena; too late for one that has begun here."""
+    if node.trainers.registered:
+        return
+    incarnations = [slot.info.version.incarnation for slot in event.slots if slot.info is not None]
+    incarnations += [r.incarnation for r in (event.ledger, event.grant, event.writer) if r is not None]
+    node.set_incarnation(max([node.incarnation, *incarnations]))
+
+
+def adopt_writer(node: NodeState, writer: Progress) -> None:
+    """A living trainer that is known only from the arena it writes. One of an older incarnation is fenced."""
+    trainers, opening = node.trainers, node.trainers.opening
+    if any(trainer.pid == writer.pid for trainer in trainers.registered.values()):
+        return
+    if opening is None or writer.incarnation.number >= opening.incarnation.number:
+        trainers.unregistered[writer.pid] = writer.incarnation
+    elif writer.pid not in trainers.dying and all(event.pid != writer.pid for event in opening.waiting):
+        trainers.dying.add(writer.pid)
+        opening.deadline = max(opening.deadline, node.now + node.config.keeper.fence_s)
+        node.emit(Kill(writer.pid, f"incarnation {opening.incarnation.number} begins"))
+
+
+# Launchers and ends
 
 
 def launcher_seen(node: NodeState, event: LauncherSeen) -> None:
+    """A launcher is connected, and has given back all it held."""
     if event.alive:
-        node.launchers.add(event.pid)
-    node.launcher_reported = True
+        node.trainers.launchers.add(event.pid)
+    node.trainers.launcher_reported = True
     try_open(node)
 
 
 def died(node: NodeState, event: ProcessDied) -> None:
-    node.launchers.discard(event.pid)
-    node.zombies.discard(event.pid)
-    node.strangers.pop(event.pid, None)
-    if node.opening is not None and any(waiting.pid == event.pid for waiting in node.opening.waiting):
-        node.opening.dead.add(event.pid)
-    for member in node.members.values():
-        if member.pid == event.pid and member.alive:
-            member.alive = False
-            node.count("trainer_deaths", 0 if member.finished else 1)
-            node.log("info", "trainer ended", rank=member.register.rank, pid=member.pid)
-            node.grants.withdraw(member.index, member.register.rank, "its trainer ended")
-            restore.fail_loading(node, restore.ended_meanwhile(member.register.rank))
+    """A watched trainer or launcher has ended."""
+    trainers = node.trainers
+    trainers.launchers.discard(event.pid)
+    trainers.dying.discard(event.pid)
+    trainers.unregistered.pop(event.pid, None)
+    if trainers.opening is not None and any(waiting.pid == event.pid for waiting in trainers.opening.waiting):
+        trainers.opening.dead.add(event.pid)
+    for trainer in trainers.registered.values():
+        if trainer.pid == event.pid and trainer.alive:
+            trainer.alive = False
+            node.count("trainer_deaths", 0 if trainer.finished else 1)
+            node.log("info", "trainer ended", rank=trainer.rank, pid=trainer.pid)
+            node.grants.withdraw(trainer.index, trainer.rank, "its trainer ended")
+            restore.fail_loading(node, trainer.rank)
     try_open(node)
-    snapshots.advance(node)
 
 
-def said_goodbye(node: NodeState, conn: Conn, message: Goodbye) -> None:
-    member = node.member_of(conn)
-    if member is None:
-        return
-    member.finished = message.finished
-    node.grants.withdraw(member.index, member.register.rank, "its trainer ended")
+def goodbye(node: NodeState, conn: Conn, message: Goodbye) -> None:
+    """A trainer closes normally."""
+    trainer = node.trainers.by_conn(conn)
+    if trainer is not None:
+        trainer.finished = message.finished
+        node.grants.withdraw(trainer.index, trainer.rank, "its trainer ended")
 
 
 def watch_orphans(node: NodeState) -> None:
-    """Trainers whose launcher has died may run on for a while, not for ever."""
-    orphans = [m for m in node.members.values() if m.alive and m.register.launcher_pid]
-    lost = [m for m in orphans if m.register.launcher_pid not in node.launchers]
+    """Kill trainers whose launcher has been dead for `orphan_s`."""
+    trainers = node.trainers
+    lost = [
+        t
+        for t in trainers.registered.values()
+        if t.alive and t.register.launcher_pid and t.register.launcher_pid not in trainers.launchers
+    ]
     if not lost:
-        node.orphaned_since = None
-    elif node.orphaned_since is None:
-        node.orphaned_since = node.now
-    elif node.now - node.orphaned_since >= node.limits.orphan_s:
-        for member in lost:
-            node.do(Kill(member.pid, "its launcher is dead"))
-        node.orphaned_since = node.now
+        trainers.orphaned_since = None
+    elif trainers.orphaned_since is None:
+        trainers.orphaned_since = node.now
+    elif node.now - trainers.orphaned_since >= node.config.keeper.orphan_s:
+        for trainer in lost:
+            node.emit(Kill(trainer.pid, "its launcher is dead"))
+        trainers.orphaned_since = node.now

@@ -1,9 +1,9 @@
-"""What a restore would do if some nodes were lost now: the planner of `recovery`, fed with what would be left. Pure.
+"""What a restore would do if some nodes were lost now: the planner of `recovery`, given what would be left. Pure.
 
-While the job serves, nodes report what they do and not what they hold. What they hold follows from the orders:
-every node has the snapshots of its ranks for each version that is retained, less what it calls damaged, and the
-parity sets that it reports as placed. Of sets from before the last restart only those of the coordinator's own
-group are known here; the forecast may then say "lost" where a restore would still find a way, never the reverse.
+While the job serves, nodes do not report what they hold. It follows from the orders: every node has the snapshots
+of its ranks for each retained version, less what it reports as damaged, and the parity sets it reports as placed.
+Of sets from before the last restart only those of the coordinator's own group are known here; the forecast may then
+name a loss where a restore would still find a way, never the reverse.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from keepstep.recovery.inventory import Holding, Inventory, ParitySet
 from keepstep.recovery.plan import OWN, PEER, Plan, RankSource, plan
 from keepstep.types import SnapshotInfo
 
-MAX_LOST = 4096
+MAX_LOST = 4096  # names that are checked
 
 
 def forecast(node: NodeState, lost: Sequence[str]) -> PlanIs:
-    """Raises KeeperError where this keeper cannot know, or a name means no node."""
+    """Raises KeeperError where this keeper does not coordinate, the job does not train, or a name means no node."""
     job = _coordinated(node)
     reports = {node_id: view.report for node_id, view in job.views.items() if view.report is not None}
     _check_names(lost, reports)
-    away = [n for n in reports if n not in lost and n != node.card.node_id and not node.links.get(n)]
+    away = [n for n in reports if n not in lost and n != node.card.node_id and not node.orders.links.get(n)]
     left = {node_id: report for node_id, report in reports.items() if node_id not in lost and node_id not in away}
     newest = max(report.progress for report in reports.values())
     if not left:
         return PlanIs(None, newest, [], [], "no node would be left that holds anything of this run")
     inventories = {node_id: _inventory(node, job, reports, report) for node_id, report in left.items()}
     homes = {rank: node_id for node_id, report in left.items() for rank in report.ranks}
-    made = plan(inventories, homes, away)
-    reasons = list(made.reasons)
+    chosen = plan(inventories, homes, away)
+    reasons = list(chosen.reasons)
     if away:
         reasons.insert(0, f"the keepers of {', '.join(away)} cannot be reached now: counted as lost too")
-    if made.version is None:
-        failure = made.failure or "no version is complete yet: the run would begin again"
+    if chosen.version is None:
+        failure = chosen.failure or "no version is complete yet: the run would begin again"
         return PlanIs(None, newest, [], reasons, failure)
-    return PlanIs(made.version.step, newest, list(_pieces(made, reports)), reasons)
+    return PlanIs(chosen.version.step, newest, list(_pieces(chosen, reports)), reasons)
 
 
 def _coordinated(node: NodeState) -> Coordinator:
-    membership = node.membership
-    if node.job is None and membership is not None and membership.nodes[0].node_id != node.card.node_id:
+    job, membership = node.orders.coordinator, node.orders.membership
+    if job is None and membership is not None and membership.nodes[0].node_id != node.card.node_id:
         other = membership.nodes[0].node_id
         raise KeeperError(
             f"the keeper of node {other!r} coordinates this run, only it can say",
             hint=f"keepstep plan --node-id {other}, on the machine of that node",
         )
-    if node.job is None or node.job.state != SERVING:
+    if job is None or job.state != SERVING:
         raise KeeperError("the job is not training yet: nothing can be planned", hint="keepstep status --watch")
-    return node.job
+    return job
 
 
-def _check_names(lost: Sequence[str], known: Mapping[str, Report]) -> None:
-    unknown = [node_id for node_id in lost[:MAX_LOST] if node_id not in known]
+def _check_names(lost: Sequence[str], reports: Mapping[str, Report]) -> None:
+    unknown = [node_id for node_id in lost[:MAX_LOST] if node_id not in reports]
     if unknown:
         raise KeeperError(
-            f"this run has no node {', '.join(map(repr, unknown))}", hint=f"its nodes are {', '.join(known)}"
+            f"this run has no node {', '.join(map(repr, unknown))}", hint=f"its nodes are {', '.join(reports)}"
         )
 
 
@@ -71,21 +71,21 @@ def _check_names(lost: Sequence[str], known: Mapping[str, Report]) -> None:
 
 def _inventory(node: NodeState, job: Coordinator, reports: Mapping[str, Report], report: Report) -> Inventory:
     orders = job.orders
-    held = sorted(orders.retain - set(report.damaged))
+    retained = sorted(orders.retain - set(report.damaged))
     holdings = tuple(
         Holding.of(SnapshotInfo(version, rank, report.world_size, len(report.ranks), 0), local_index=index)
-        for version in held
+        for version in retained
         for index, rank in enumerate(report.ranks)
     )
-    sets = tuple(one for one in _sets(node, job, reports, report.node_id) if one.key in report.placed)
+    sets = tuple(s for s in _sets(node, job, reports, report.node_id) if s.key in report.placed)
     return Inventory(holdings, orders.complete, (), sets, orders.protected)
 
 
 def _sets(node: NodeState, job: Coordinator, reports: Mapping[str, Report], node_id: str) -> Iterator[ParitySet]:
     """The parity sets that this node may hold: of its group now, and of the coordinator's group before."""
-    group = job.groups.get(node_id)
+    group = job.protection.groups.get(node_id)
     for key in reports[node_id].placed:
-        before = node.sets.get(key)
+        before = node.protection.sets.get(key)
         if key.incarnation != job.incarnation and before is not None and node_id in before.members:
             position = before.members.index(node_id)
             yield ParitySet(key, before.losses, position, before.members, before.ranks, before.world_size)
@@ -95,17 +95,17 @@ def _sets(node: NodeState, job: Coordinator, reports: Mapping[str, Report], node
             yield ParitySet(key, group.losses, group.members.index(node_id), group.members, ranks, world_size)
 
 
-# How it is told
+# The answer
 
 
-def _pieces(made: Plan, reports: Mapping[str, Report]) -> Iterator[PlannedPiece]:
-    by_rank = {piece.rank: piece for piece in made.pieces}
+def _pieces(chosen: Plan, reports: Mapping[str, Report]) -> Iterator[PlannedPiece]:
+    by_rank = {piece.rank: piece for piece in chosen.pieces}
     for node_id, report in reports.items():
-        found: dict[tuple[str, str], list[int]] = {}
+        ranks_by_source: dict[tuple[str, str], list[int]] = {}
         for rank in report.ranks:
             if piece := by_rank.get(rank):
-                found.setdefault((piece.source, _reason(piece, node_id)), []).append(rank)
-        for (source, reason), ranks in found.items():
+                ranks_by_source.setdefault((piece.source, _reason(piece, node_id)), []).append(rank)
+        for (source, reason), ranks in ranks_by_source.items():
             yield PlannedPiece(ranks, node_id, source, reason)
 
 

@@ -80,9 +80,9 @@ def test_copies_are_judged_by_the_most() -> None:
         return ReplicaAuditAnswer(3, 0, tuple(ReplicaUnit(q, -1, rank, digest) for q, digest in enumerate(digests)))
 
     comparison = Comparison(ReplicaAudit(Version(3, 1), "class"))
-    assert comparison.hear([said(0, b"a", b"b"), said(5, b"a", b"x"), said(9, b"a", b"b")]) is None
-    assert comparison.asked.chunks == (1,)
-    verdict = comparison.hear(
+    assert comparison.receive([said(0, b"a", b"b"), said(5, b"a", b"x"), said(9, b"a", b"b")]) is None
+    assert comparison.question.chunks == (1,)
+    verdict = comparison.receive(
         [ReplicaAuditAnswer(paths=("model.w",)), ReplicaAuditAnswer(paths=("model.w",)), ReplicaAuditAnswer()]
     )
     assert verdict is not None
@@ -91,13 +91,13 @@ def test_copies_are_judged_by_the_most() -> None:
     assert "model.w: rank 5 differs from the other replicas" in verdict.reason
 
     tie = Comparison(ReplicaAudit(Version(3, 1), "class"))
-    tie.hear([said(0, b"a"), said(1, b"b")])
-    verdict = tie.hear([ReplicaAuditAnswer(paths=("w",)), ReplicaAuditAnswer(paths=("w",))])
+    tie.receive([said(0, b"a"), said(1, b"b")])
+    verdict = tie.receive([ReplicaAuditAnswer(paths=("w",)), ReplicaAuditAnswer(paths=("w",))])
     assert verdict is not None
     assert "one of ranks 0, 1 differs from the others" in verdict.reason
 
 
 def test_difference_that_is_gone_still_has_a_sentence() -> None:
-    verdict = Comparison(ReplicaAudit(Version(3, 1), "class")).hear([ReplicaAuditAnswer(), ReplicaAuditAnswer()])
+    verdict = Comparison(ReplicaAudit(Version(3, 1), "class")).receive([ReplicaAuditAnswer(), ReplicaAuditAnswer()])
     assert verdict is not None
-    assert "not any more" in verdict.reason
+    assert "no longer" in verdict.reason

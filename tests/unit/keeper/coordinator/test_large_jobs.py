@@ -9,7 +9,7 @@ from keepstep.control.messages import NodeCard
 from keepstep.keeper.coordinator import messages
 from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import Report
-from keepstep.keeper.coordinator.state import RESTORING, SERVING, Terms
+from keepstep.keeper.coordinator.state import RESTORING, SERVING, Deadlines
 from keepstep.parity.placement import NodePlace, cut_groups
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.types import Incarnation, Version
@@ -49,7 +49,7 @@ def reports() -> list[Report]:
 def hear(job: Coordinator, said: list[Report], number: int, **changes: object) -> list[Report]:
     said = [msgspec.structs.replace(one, number=number, orders=job.orders_for(one.node_id), **changes) for one in said]
     for one in said:
-        job.hear(one, 1.0)
+        job.receive(one, 1.0)
     return said
 
 
@@ -58,12 +58,12 @@ def size_of_orders(job: Coordinator) -> int:
 
 
 def test_what_is_restored_is_said_once_for_each_node_and_not_for_ever() -> None:
-    job = Coordinator(NOW, dict.fromkeys(NAMES, ""), (), Terms(), 0.0)
+    job = Coordinator(NOW, dict.fromkeys(NAMES, ""), now=0.0, deadlines=Deadlines())
     first = reports()
     with counted_lines() as count:
         said = hear(job, first, 2)
-    assert job.plan is not None
-    assert job.plan.version == Version(BEFORE, 1000)
+    assert job.restore.plan is not None
+    assert job.restore.plan.version == Version(BEFORE, 1000)
     order = job.orders_for(NAMES[LOST]).restore
     assert order is not None
     assert len(order.pieces) == LOCAL

@@ -10,7 +10,7 @@ from paper import Node
 
 from keepstep.arena.records import Grant
 from keepstep.control.messages import Committed, Void, WantArena
-from keepstep.keeper.coordinator.grants import ONE_BY_ONE
+from keepstep.keeper.coordinator.grants import SERIALIZED_GRANTS
 from keepstep.keeper.node.events import FromTrainer
 from keepstep.layout import SnapshotSize
 
@@ -66,7 +66,7 @@ def test_every_step_is_captured_while_each_is_committed_after_the_next_has_begun
         done.append(earlier.step)
         flying.append(step)
     assert done == list(range(21))
-    assert node.core.kept.complete == node.version(20)
+    assert node.core.orders.active.complete == node.version(20)
 
 
 def test_the_second_can_be_void_without_harm_to_the_first() -> None:
@@ -75,7 +75,7 @@ def test_the_second_can_be_void_without_harm_to_the_first() -> None:
     node.void(0, second, "outgrown", slot=other)
     node.commit(0, first, slot)
     node.seal()
-    assert node.core.kept.complete == node.version(first)
+    assert node.core.orders.active.complete == node.version(first)
 
 
 def test_the_first_can_be_void_without_harm_to_the_second() -> None:
@@ -84,7 +84,7 @@ def test_the_first_can_be_void_without_harm_to_the_second() -> None:
     node.void(0, first, "the copy failed", slot=slot)
     node.commit(0, second, other)
     node.seal()
-    assert node.core.kept.complete == node.version(second)
+    assert node.core.orders.active.complete == node.version(second)
 
 
 def test_both_are_known_to_the_keeper_that_comes_after() -> None:
@@ -100,7 +100,7 @@ def test_both_are_known_to_the_keeper_that_comes_after() -> None:
         for index in range(2):
             node.commit(index, step, slot)
         node.seal()
-        assert node.core.kept.complete == node.version(step)
+        assert node.core.orders.active.complete == node.version(step)
     node.works(both[-1][0] + 1)
 
 
@@ -116,7 +116,7 @@ def test_words_of_both_are_heard_though_the_other_rank_is_not_back(lost: int) ->
     node.commit(1 - lost, first, slot)
     node.commit(1 - lost, second, other)
     node.seal()
-    assert node.core.kept.complete == node.version(second)
+    assert node.core.orders.active.complete == node.version(second)
 
 
 @pytest.mark.parametrize("effects", range(6))
@@ -134,7 +134,7 @@ def test_a_keeper_that_dies_while_it_gives_the_second_leaves_nothing_stuck(effec
     for index in range(2):
         node.register(index, rejoin=True)
     node.seal()
-    complete = node.core.kept.complete
+    complete = node.core.orders.active.complete
     assert complete is not None
     assert complete.step >= 0
     node.works(first.step + 1)
@@ -147,9 +147,9 @@ def test_after_one_that_was_void_grants_wait_for_each_other_for_a_while() -> Non
     node.void(0, second, "the snapshot before it is still being copied", slot=other)
     node.commit(0, first, slot)
     node.seal()
-    for number in range(1, ONE_BY_ONE + 1):
+    for number in range(1, SERIALIZED_GRANTS + 1):
         waiting = [grant for grant in node.core.grants.open if not grant.resolved]
-        assert len(waiting) == (1 if number < ONE_BY_ONE else 2), number
+        assert len(waiting) == (1 if number < SERIALIZED_GRANTS else 2), number
         node.snapshot_under(waiting[0])
 
 
@@ -194,7 +194,7 @@ def test_a_rank_that_was_never_given_the_new_arena_goes_on_in_the_old_one(slots:
     grow(node)
     node.replace_keeper()
     node.register(0, rejoin=True, arena_id=old)
-    complete = node.core.kept.complete
+    complete = node.core.orders.active.complete
     for _ in range(6):
         (grant, *_) = [grant for grant in node.core.grants.open if not grant.resolved]
         assert grant.arenas[0] == old
@@ -203,7 +203,7 @@ def test_a_rank_that_was_never_given_the_new_arena_goes_on_in_the_old_one(slots:
         node.arenas[old].slots[grant.slots[0]] = ("committed", node.version(step))
         node.do(FromTrainer(0, Committed(old, grant.slots[0], node.version(step))))
         node.seal()
-        assert node.core.kept.complete == node.version(step) != complete
+        assert node.core.orders.active.complete == node.version(step) != complete
 
 
 def test_a_void_of_the_old_arena_that_is_said_again_does_not_count_in_the_new_one() -> None:

@@ -45,7 +45,7 @@ def test_a_void_that_is_said_again_does_not_free_the_slot_that_is_being_written(
     assert grant.step <= 2, "a new grant was given while the trainer writes under the old one"
     node.commit(0, 2, slot)
     node.seal()
-    assert node.core.kept.complete == node.version(2)
+    assert node.core.orders.active.complete == node.version(2)
 
 
 def test_a_commit_that_is_said_again_does_not_count_for_a_newer_grant_of_its_slot() -> None:
@@ -67,7 +67,7 @@ def test_a_commit_that_is_said_again_does_not_count_for_a_newer_grant_of_its_slo
     node.commit(0, 2, slot)
     node.commit(1, 2, other)
     node.seal()
-    assert node.core.kept.complete == node.version(2)
+    assert node.core.orders.active.complete == node.version(2)
 
 
 def test_a_slot_that_only_one_rank_saw_granted_is_not_given_out_again_before_it_is_resolved() -> None:
@@ -114,7 +114,7 @@ def test_what_a_rank_says_before_the_others_are_back_is_not_forgotten() -> None:
     node.register(1, rejoin=True)
     node.commit(1, 1, slots[1])
     node.seal()
-    assert node.core.kept.complete == node.version(1)
+    assert node.core.orders.active.complete == node.version(1)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -222,7 +222,7 @@ def test_the_place_of_a_trainer_is_not_taken_twice_in_one_incarnation() -> None:
     node.do(ProcessDied(101))
     node.register(1, pid=999)
     assert isinstance(node.sent[-1][1], Refused)
-    assert node.core.members[1].pid == 101
+    assert node.core.trainers.registered[1].pid == 101
 
 
 def test_an_arena_that_is_replaced_by_a_larger_one_is_granted_in() -> None:
@@ -250,7 +250,7 @@ def test_a_trainer_that_never_got_into_its_larger_arena_goes_on_in_the_old_one()
     small.slots[slot] = ("committed", node.version(1))
     node.do(FromTrainer(0, Committed(small.arena_id, slot, node.version(1))))
     node.seal()
-    assert node.core.kept.complete == node.version(1)
+    assert node.core.orders.active.complete == node.version(1)
     assert list(node.arenas) == [small.arena_id]
     node.works(2)
 
@@ -361,7 +361,7 @@ def test_an_older_arena_that_is_given_back_first_is_not_what_is_restored() -> No
     node.void(0, 1, "outgrown")
     node.do(FromTrainer(0, WantArena(SnapshotSize(9, 9, 9), 2, 0, 5)))
     node.works(2)
-    newest = node.core.kept.complete
+    newest = node.core.orders.active.complete
     assert newest is not None
     assert old.arena_id not in node.arenas
     node.end_life()
@@ -482,7 +482,7 @@ def test_a_writer_that_cannot_be_killed_leaves_its_arena_though_the_new_keeper_n
     node.do(dataclasses.replace(node.described(node.own(0)), writer=writer))
     node.do(LauncherSeen(99))
     node.register(0, pid=200, agreed=Incarnation(2, 5))
-    for effect in node.core.handle(Tick(), node.core.limits.fence_s + 1):
+    for effect in node.core.handle(Tick(), node.core.config.keeper.fence_s + 1):
         node._carry_out(effect)
     node.seal()
     node.sent.clear()
@@ -540,4 +540,4 @@ def test_trainers_that_had_begun_go_on_where_one_of_them_comes_back_to_an_empty_
     node.commit(1, 0, slot)
     node.commit(0, 0, node.write(0, 0))
     node.seal()
-    assert node.core.kept.complete == Version(agreed, 0)
+    assert node.core.orders.active.complete == Version(agreed, 0)
