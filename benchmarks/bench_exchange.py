@@ -37,7 +37,7 @@ from report import provenance, write_result
 from rich.console import Console
 
 from keepstep.config import PeersConfig
-from keepstep.transport import Body, Fetched, FetchRequest, Peer, TcpTransport
+from keepstep.transport import Body, Fetched, FetchRequest, Peer, TcpOptions, TcpTransport, TransportHandlers
 
 CHUNK_BYTES = 4 << 20
 SECRET = b"nothing of worth in here"
@@ -363,12 +363,12 @@ def keepstep_serve(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> N
 
     config = PeersConfig(address=options.address)
     peers = TcpTransport(
-        Peer("server", "1"), "bench", SECRET, config, on_message=ignore, on_link=ignore, serve=serve,
-        num_streams=options.streams,
+        Peer("server", "1"), "bench", SECRET, config, TransportHandlers(ignore, ignore, serve),
+        options=TcpOptions(num_streams=options.streams),
     )  # fmt: skip
     tell({"address": peers.card_address()})
     theirs = next(orders())["address"]
-    peers.meet([Peer("client", "1", *theirs)])
+    peers.set_peers([Peer("client", "1", *theirs)])
     report_cpu()
 
 
@@ -377,10 +377,11 @@ def keepstep_fetch(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> N
     config = PeersConfig(address="")
     linked = threading.Event()
     peers = TcpTransport(
-        Peer("client", "1"), "bench", SECRET, config, on_message=ignore, on_link=lambda *_: linked.set(),
-        serve=lambda *_: Body.of_bytes(b""), towards=host, num_streams=options.streams,
+        Peer("client", "1"), "bench", SECRET, config,
+        TransportHandlers(ignore, lambda *_: linked.set(), lambda *_: Body.of_bytes(b"")),
+        options=TcpOptions(towards=host, num_streams=options.streams),
     )  # fmt: skip
-    peers.meet([Peer("server", "1", host, int(port))])
+    peers.set_peers([Peer("server", "1", host, int(port))])
     tell({"address": peers.card_address()})
     if not linked.wait(30):
         raise SystemExit("no link")

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,15 +32,14 @@ from transport_nodes import (
 from keepstep import faults
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
-from keepstep.transport import Body, FetchError, FetchRequest, Peer, TcpTransport
+from keepstep.transport import Body, FetchError, FetchRequest, Peer, TcpOptions, TcpTransport, TransportHandlers
 from keepstep.transport.address import resolve_address
 from keepstep.transport.connection import PeerSocket, PeerSocketError
-from keepstep.transport.door import MAX_UNAUTHENTICATED
 from keepstep.transport.frames import MESSAGE, REQUEST_HEAD_BYTES, SERVED, AnswerHead, FrameSigner, RequestHead
 from keepstep.transport.handshake import (
+    ACCEPTED,
     CONTROL,
     DATA,
-    WELCOME,
     AuthError,
     DialingHandshake,
     KeeperSelf,
@@ -47,9 +47,9 @@ from keepstep.transport.handshake import (
     run_key,
 )
 from keepstep.transport.links import PeerLinks
+from keepstep.transport.serve import MAX_UNAUTHENTICATED
 from keepstep.transport.session import PeerSession
-from keepstep.transport.throttle import TokenBucket
-from keepstep.transport.traffic import Traffic
+from keepstep.transport.throttle import TokenBucket, Traffic
 
 pytestmark = pytest.mark.computing
 
@@ -68,10 +68,7 @@ class Direct:
         node = Node(node_id, "1")
         limits = transport_limits(config)
         settings = PeersConfig(**({"dead_s": 0.8, "address": address} | config))
-        node.peers = TcpTransport(
-            node.card, run_id, secret, settings, on_message=node.on_message, on_link=node.on_link, serve=node.serve,
-            **limits,
-        )  # fmt: skip
+        node.peers = TcpTransport(node.card, run_id, secret, settings, node.handlers(), options=TcpOptions(**limits))
         node.card = Peer(node_id, "1", *node.peers.card_address())
         self.nodes.append(node)
         return node
@@ -108,7 +105,7 @@ def net() -> Iterator[Direct]:
 def test_a_stopped_process_is_silent_and_comes_back(net: Direct) -> None:
     a = net.make("a", dead_s=1.0, timeout_s=60.0)
     with Process("b", "127.0.0.1", dead_s=1.0) as b:
-        a.peers.meet([b.card])
+        a.peers.set_peers([b.card])
         b.meet(a.card)
         until(lambda: a.peers.up("b"))
         until(lambda: a.peers.send("b", b"1") and ("b", b"echo 1") in a.messages)
@@ -125,15 +122,18 @@ def test_a_stopped_process_is_silent_and_comes_back(net: Direct) -> None:
 
 def test_a_peer_is_given_up_when_it_was_silent_for_dead_s_and_not_before() -> None:
     traffic = Traffic(PeersConfig(dead_s=1000.0), num_streams=1, timeout_s=1.0)
-    links = PeerLinks(
-        "a", traffic, dial=lambda _: None, on_message=lambda *_: None, on_link=lambda *_: None, max_guests=0
-    )
+    handlers = TransportHandlers(lambda *_: None, lambda *_: None, lambda *_: Body.of_bytes(b""))
+    dialer = SimpleNamespace(start_dial=lambda peer: None)
+    links = PeerLinks("a", traffic, handlers, dialer=dialer, max_unlisted_peers=0)
     lost: list[float] = []
     links.lose = lambda session, why: lost.append(session.silent_s)  # type: ignore[method-assign,attr-defined]
     now = time.monotonic()
     for silent_s in (0.0, 500.0, 900.0, 1001.0, 2000.0):
-        said = SimpleNamespace(why="", silent_s=silent_s, heard_at=now - silent_s, spoke_at=now, streams=None)
-        links._tend(said)  # type: ignore[arg-type]
+        session = SimpleNamespace(
+            ended=False, silent_s=silent_s, received_at=now - silent_s, sent_at=now,
+            streams=SimpleNamespace(expire=lambda now: None),
+        )  # fmt: skip
+        links._maintain(session)  # type: ignore[arg-type]
     links.close()
     links.run()  # gives its descriptors back
     assert lost == [1001.0, 2000.0]
@@ -142,7 +142,7 @@ def test_a_peer_is_given_up_when_it_was_silent_for_dead_s_and_not_before() -> No
 def test_a_process_killed_in_the_middle_of_a_transfer_is_noticed_at_once(net: Direct) -> None:
     a = net.make("a", dead_s=60.0, timeout_s=60.0)  # nothing but the end of the connection can say so within LIMIT_S
     with Process("b", "127.0.0.1", rate_bytes_s=200_000) as b:
-        a.peers.meet([b.card])
+        a.peers.set_peers([b.card])
         b.meet(a.card)
         until(lambda: a.peers.up("b"))
         futures = [a.get(b_like(b), b"thing", THING_BYTES, timeout_s=60)[0] for _ in range(4)]
@@ -163,7 +163,7 @@ def b_like(process: Process) -> Node:
 def test_nobody_is_authenticated_before_there_is_a_secret(net: Direct) -> None:
     a, b = net.make("a", secret=b""), net.make("b")
     for node in (a, b):
-        node.peers.meet([a.card, b.card])
+        node.peers.set_peers([a.card, b.card])
     time.sleep(0.8)
     assert not a.peers.up("b")
     assert not b.peers.up("a")
@@ -175,7 +175,7 @@ def test_nobody_is_authenticated_before_there_is_a_secret(net: Direct) -> None:
 def test_another_run_is_kept_out(net: Direct, other: dict[str, Any]) -> None:
     a, b, c = net.make("a"), net.make("b", **other), net.make("c")
     for node in (a, b, c):
-        node.peers.meet([a.card, b.card, c.card])
+        node.peers.set_peers([a.card, b.card, c.card])
     until(lambda: a.peers.up("c") and b.peers.counters()["strangers"] > 1 and a.peers.counters()["strangers"] > 1)
     assert "b" not in [node_id for node_id, _, _ in a.links]
     assert not b.links
@@ -198,8 +198,8 @@ def test_strangers_in_the_doorway_keep_nobody_out(net: Direct, monkeypatch: pyte
     a = net.make("a")
     idle = [socket.create_connection((a.card.address, a.card.port)) for _ in range(3 * MAX_UNAUTHENTICATED)]
     try:
-        until(lambda: a.peers.counters()["strangers"] >= 2 * MAX_UNAUTHENTICATED, "the oldest to be turned out")
-        assert len([name for name in our_threads() if "greet" in name]) <= MAX_UNAUTHENTICATED + 4
+        until(lambda: a.peers.counters()["strangers"] >= 2 * MAX_UNAUTHENTICATED, "the oldest to be closed")
+        assert len([name for name in our_threads() if "accept" in name]) <= MAX_UNAUTHENTICATED + 4
         b = net.make("b", "127.0.0.2")
         net.acquaint(a, b)
     finally:
@@ -244,9 +244,9 @@ def test_rubbish_at_the_door_harms_nobody(net: Direct) -> None:
                     assert RUN_ID.encode() not in heard
                     assert len(heard) in (0, 64)
             except TimeoutError:
-                pytest.fail("neither answered nor turned away")
+                pytest.fail("neither answered nor rejected")
             except OSError:
-                pass  # turned away while it was still talking
+                pass  # rejected while it was still sending
     assert a.get(b, b"thing", 1000)[0].result(5)
     assert a.peers.send("b", b"fine")
     until(lambda: b.messages == [("a", b"fine")])
@@ -261,7 +261,7 @@ def test_strangers_do_not_fill_the_log(net: Direct, caplog: pytest.LogCaptureFix
             with socket.create_connection((a.card.address, a.card.port)) as sock:
                 sock.sendall(b"x" * 100)
         until(lambda: a.peers.counters()["strangers"] == 50)
-    assert len([record for record in caplog.records if "turned away" in record.message]) == 1
+    assert len([record for record in caplog.records if "rejected" in record.message]) == 1
 
 
 # --- a peer that knows the secret and misbehaves ---------------------------------------------------------------------
@@ -275,7 +275,7 @@ class Rogue:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.card = Peer("b", "1", *self.listener.getsockname())
         self.a = a.card
-        a.peers.meet([self.card, bystander.card])
+        a.peers.set_peers([self.card, bystander.card])
         until(self.dial_control)
         until(lambda: a.peers.up("b"))
 
@@ -283,20 +283,21 @@ class Rogue:
         wire = self.connect()
         dialing = DialingHandshake(wire, self.me, CONTROL, binding=b"", deadline=time.monotonic() + 5)
         try:
-            dialing.shake(run_key(SECRET, RUN_ID), self.a)
+            dialing.authenticate(run_key(SECRET, RUN_ID), self.a)
         except (AuthError, PeerSocketError):  # a was dialling us
             wire.close()
             return False
-        dialing.confirm(True)
+        dialing.send_confirmation(True)
         self.control = wire
-        self.ident, self.key, self.mine, _ = dialing.keys()
+        keys = dialing.keys()
+        self.ident, self.key, self.mine = keys.ident, keys.key, keys.from_dialer
         return True
 
     def dial_data(self) -> PeerSocket:
         wire = self.connect()
         dialing = DialingHandshake(wire, self.me, DATA, binding=b"", deadline=time.monotonic() + 5)
         try:
-            dialing.shake(self.key, self.a, self.ident)
+            dialing.authenticate(self.key, self.a, self.ident)
         except (AuthError, PeerSocketError):
             wire.close()
             raise
@@ -309,14 +310,14 @@ class Rogue:
             sock, _ = self.listener.accept()
             wire = PeerSocket(sock, timeout_s=5)
             try:
-                heard = ListeningHandshake.hear(
+                heard = ListeningHandshake.accept(
                     wire, self.me, key_of=lambda kind, _: self.key if kind == DATA else None, binding=b"",
                     deadline=time.monotonic() + 5,
                 )  # fmt: skip
             except (AuthError, PeerSocketError):
                 wire.close()
                 continue
-            heard.rule(WELCOME)
+            heard.send_verdict(ACCEPTED)
             return wire
 
     def connect(self) -> PeerSocket:
@@ -333,7 +334,7 @@ def rogue(net: Direct) -> Iterator[tuple[Rogue, Node, Node]]:
     c.keep(b"thing", bytes(1000))
     net.acquaint(a, c)
     made = Rogue(a, c)
-    c.peers.meet([a.card])
+    c.peers.set_peers([a.card])
     until(lambda: ("b", True) in [link[:2] for link in a.links])
     try:
         yield made, a, c
@@ -464,7 +465,7 @@ def test_of_two_connections_one_is_kept(net: Direct, monkeypatch: pytest.MonkeyP
     """Both sides dial at once, again and again; every pair ends up with one link, and both know the same one."""
     monkeypatch.setattr("keepstep.transport.links.GIVE_WAY_S", 0.0)
     nodes = [net.make(name, dead_s=10.0) for name in "abcdef"]
-    threads = [threading.Thread(target=node.peers.meet, args=([n.card for n in nodes],)) for node in nodes]
+    threads = [threading.Thread(target=node.peers.set_peers, args=([n.card for n in nodes],)) for node in nodes]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -474,7 +475,7 @@ def test_of_two_connections_one_is_kept(net: Direct, monkeypatch: pytest.MonkeyP
         return all(
             (one := node.peers._links.session(other.node_id)) is not None
             and (two := other.peers._links.session(node.node_id)) is not None
-            and one.ident == two.ident
+            and one.keys.ident == two.keys.ident
             for node in nodes
             for other in nodes
             if node is not other
@@ -494,11 +495,12 @@ def test_a_keeper_that_was_itself_stopped_does_not_take_all_others_for_dead(net:
     """What came meanwhile is read before the clock is looked at."""
     a, b = net.pair(dead_s=0.8)
     gate = threading.Event()
-    blocked = b.peers._links._on_message
-    b.peers._links._on_message = lambda *_: gate.wait(0.7)  # the control thread stands still, as in a long pause
+    handlers = b.peers._links._handlers
+    # The control thread stands still, as in a long pause.
+    b.peers._links._handlers = replace(handlers, on_message=lambda *_: gate.wait(0.7))
     a.peers.send("b", b"x")
     time.sleep(1.0)
-    b.peers._links._on_message = blocked
+    b.peers._links._handlers = handlers
     assert not b.downs(a)
     assert not a.downs(b)
 
@@ -555,7 +557,7 @@ def test_a_keeper_listens_and_dials_on_its_own_address_only(net: Direct) -> None
         socket.create_connection(("127.0.0.1", a.card.port))
     net.acquaint(a, b)
     session = a.peers._links.session("b")
-    ends = {session.wire.sock.getsockname()[0], session.wire.sock.getpeername()[0]}
+    ends = {session.connection.sock.getsockname()[0], session.connection.sock.getpeername()[0]}
     assert ends == {"127.0.0.2", "127.0.0.3"}
 
 
@@ -622,16 +624,21 @@ def test_a_guest_that_proves_itself_is_let_in_and_may_ask_where_that_is_allowed(
     heard: list[str] = []
     settings = PeersConfig(address="127.0.0.1", dead_s=1.0)
 
-    def peers(node_id: str, max_guests: int, instance: str = "1") -> TcpTransport:
+    handlers = TransportHandlers(
+        on_message=lambda node, data: heard.append(node), on_link=lambda *args: None,
+        serve=lambda node, query: Body.of_bytes(b"yours"),
+    )  # fmt: skip
+
+    def peers(node_id: str, max_unlisted_peers: int, instance: str = "1") -> TcpTransport:
         return TcpTransport(
-            Peer(node_id, instance), "run", bytes(32), settings, on_message=lambda node, data: heard.append(node),
-            on_link=lambda *args: None, serve=lambda node, request: Body.of_bytes(b"yours"), max_guests=max_guests,
+            Peer(node_id, instance), "run", bytes(32), settings, handlers,
+            options=TcpOptions(max_unlisted_peers=max_unlisted_peers),
         )  # fmt: skip
 
     closed, open_, guest = peers("closed", 0), peers("open", 1), peers("guest", 0)
     try:
         addresses = [Peer(name, "1", *one.card_address()) for name, one in (("closed", closed), ("open", open_))]
-        guest.meet(addresses)
+        guest.set_peers(addresses)
         until(lambda: guest.up("open"), "the guest is in")
         asked = guest.fetch(FetchRequest("open", b"?", 10, 3.0))
         assert asked.result(5).data == b"yours"
@@ -641,7 +648,7 @@ def test_a_guest_that_proves_itself_is_let_in_and_may_ask_where_that_is_allowed(
         # Another instance takes its place; one more guest than there is room for stays outside.
         again = peers("guest", 0, "2")
         try:
-            again.meet(addresses[1:])
+            again.set_peers(addresses[1:])
             until(lambda: again.up("open"), "the next instance is in")
         finally:
             again.close()
@@ -656,13 +663,13 @@ def test_a_guest_that_proves_itself_is_let_in_and_may_ask_where_that_is_allowed(
 def test_a_word_of_one_peer_is_no_reason_to_look_after_all(net: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a thousand peers somebody is heard every millisecond."""
     looks: list[tuple[int, str]] = []
-    tend = PeerLinks._tend
+    tend = PeerLinks._maintain
 
     def counted(self: PeerLinks, session: PeerSession) -> None:
         looks.append((id(self), session.peer.node_id))
         tend(self, session)
 
-    monkeypatch.setattr(PeerLinks, "_tend", counted)
+    monkeypatch.setattr(PeerLinks, "_maintain", counted)
     nodes = [net.make(name, dead_s=8.0) for name in "abcd"]
     net.acquaint(*nodes)
     a, b = nodes[:2]

@@ -18,9 +18,8 @@ from transport_nodes import RUN_ID, SECRET, Node, TcpNet, num_sockets, our_threa
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
 from keepstep.transport import FetchError, Peer, TcpTransport
-from keepstep.transport.connection import PeerSocket, PeerSocketError
+from keepstep.transport.connection import PeerSocket, PeerSocketError, Tls, channel_binding
 from keepstep.transport.handshake import CONTROL, AuthError, DialingHandshake, KeeperSelf, run_key
-from keepstep.transport.tls import Tls, channel_binding
 
 pytestmark = pytest.mark.computing
 
@@ -65,7 +64,7 @@ def net(authority: dict[str, str]) -> Iterator[TcpNet]:
 
 def test_messages_and_bytes_pass_encrypted(net: TcpNet) -> None:
     a, b = net.pair()
-    assert a.peers._links.session("b").wire.tls.version() == "TLSv1.3"
+    assert a.peers._links.session("b").connection.tls.version() == "TLSv1.3"
     for i in range(200):
         assert a.peers.send("b", b"%d" % i)
     assert a.peers.send("b", bytes(3 << 20))
@@ -116,7 +115,7 @@ def test_the_secret_is_still_needed(net: TcpNet, authority: dict[str, str]) -> N
             wire, KeeperSelf("b", "1", RUN_ID), CONTROL, binding=channel_binding(wire), deadline=soon()
         )
         with pytest.raises((AuthError, PeerSocketError)):
-            dialing.shake(run_key(b"some other secret", RUN_ID), a.card)
+            dialing.authenticate(run_key(b"some other secret", RUN_ID), a.card)
 
 
 def test_a_certificate_of_another_authority_is_not_let_in(net: TcpNet, tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_no_certificate_or_no_tls_is_not_let_in(net: TcpNet) -> None:
     a = net.make("a")
     plain = PeerSocket(socket.create_connection((a.card.address, a.card.port)), timeout_s=5)
     with pytest.raises(PeerSocketError):
-        DialingHandshake(plain, KeeperSelf("b", "1", RUN_ID), CONTROL, binding=b"", deadline=soon()).shake(
+        DialingHandshake(plain, KeeperSelf("b", "1", RUN_ID), CONTROL, binding=b"", deadline=soon()).authenticate(
             run_key(SECRET, RUN_ID), a.card
         )
     plain.close()
@@ -159,13 +158,12 @@ def test_a_peer_without_tls_and_one_with_it_do_not_meet(net: TcpNet) -> None:
     a = net.make("a")
     plain = Node("b", "1")
     plain.peers = TcpTransport(
-        plain.card, RUN_ID, SECRET, PeersConfig(address="127.0.0.1", dead_s=0.6),
-        on_message=plain.on_message, on_link=plain.on_link, serve=plain.serve,
-    )  # fmt: skip
+        plain.card, RUN_ID, SECRET, PeersConfig(address="127.0.0.1", dead_s=0.6), plain.handlers()
+    )
     try:
         card = Peer("b", "1", *plain.peers.card_address())
-        a.peers.meet([card])
-        plain.peers.meet([a.card])
+        a.peers.set_peers([card])
+        plain.peers.set_peers([a.card])
         until(lambda: a.peers.counters()["strangers"] and plain.peers.counters()["strangers"])
         assert not a.links + plain.links
     finally:
@@ -198,7 +196,7 @@ def test_a_handshake_relayed_by_somebody_with_a_good_certificate_fails(net: TcpN
 
     thread = threading.Thread(target=relay)
     thread.start()
-    a.peers.meet([Peer("b", "1", *listener.getsockname())])
+    a.peers.set_peers([Peer("b", "1", *listener.getsockname())])
     thread.join(10)
     listener.close()
     assert passed == {"a": 56, "b": 64}  # the listener's proof came through, and a did not believe it

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import xxhash
 
 from keepstep.config import PeersConfig
 from keepstep.testing.memory_transport import MemoryHub, MemoryTransport
-from keepstep.transport import Body, FetchRequest, Peer, Refusal, TcpTransport
+from keepstep.transport import Body, FetchRequest, Peer, Refusal, TcpOptions, TcpTransport, TransportHandlers
 
 SECRET = b"a secret of this run"
 RUN_ID = "run-1"
@@ -64,6 +65,9 @@ class Node:
             raise Refusal(f"no {request.decode()} here")
         thing = self.things[request]
         return thing() if callable(thing) else thing
+
+    def handlers(self) -> TransportHandlers:
+        return TransportHandlers(self.on_message, self.on_link, self.serve)
 
     def keep(self, name: bytes, data: bytes) -> None:
         """Serve these bytes from a memfd, as a keeper does."""
@@ -117,7 +121,7 @@ class Net:
 
     def acquaint(self, *nodes: Node) -> None:
         for node in nodes:
-            node.peers.meet([other.card for other in nodes])
+            node.peers.set_peers([other.card for other in nodes])
         for node in nodes:
             for other in nodes:
                 if other is not node:
@@ -152,9 +156,7 @@ class MemoryNet(Net):
         return lambda *nodes: order(*(node.node_id for node in nodes))
 
     def _start(self, node: Node, config: PeersConfig, limits: dict[str, Any]) -> None:
-        node.peers = MemoryTransport(
-            self._hub, node.card, config, on_message=node.on_message, on_link=node.on_link, serve=node.serve, **limits
-        )
+        node.peers = MemoryTransport(self._hub, node.card, config, node.handlers(), **limits)
         node.card = node.peers.me
 
 
@@ -193,10 +195,7 @@ class TcpNet(Net):
         config = PeersConfig(
             **{name: getattr(config, name) for name in config.given} | {"address": address} | self._tls
         )
-        node.peers = TcpTransport(
-            node.card, RUN_ID, SECRET, config, on_message=node.on_message, on_link=node.on_link, serve=node.serve,
-            **limits,
-        )  # fmt: skip
+        node.peers = TcpTransport(node.card, RUN_ID, SECRET, config, node.handlers(), options=TcpOptions(**limits))
         proxy = Proxy(self, node.node_id, node.peers.card_address())
         self._proxies.append(proxy)
         node.card = Peer(node.node_id, node.instance, *proxy.address)
@@ -333,14 +332,13 @@ def main() -> None:
     node = Node(said["node_id"], "1")
     peers = TcpTransport(
         node.card, RUN_ID, SECRET, PeersConfig(**said["config"]),
-        on_message=lambda node_id, message: peers.send(node_id, b"echo " + message), on_link=node.on_link,
-        serve=node.serve,
+        replace(node.handlers(), on_message=lambda node_id, message: peers.send(node_id, b"echo " + message)),
     )  # fmt: skip
     node.keep(b"thing", bytes(range(256)) * 4096)
     address, port = peers.card_address()
     print(json.dumps({"node_id": node.node_id, "instance": "1", "address": address, "port": port}), flush=True)
     for line in sys.stdin:  # ends with the test
-        peers.meet([Peer(**card) for card in json.loads(line)])
+        peers.set_peers([Peer(**card) for card in json.loads(line)])
     peers.close()
 
 

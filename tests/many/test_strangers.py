@@ -34,7 +34,7 @@ from keepstep.keeper.coordinator.messages import (
 from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, META, PARITY, REBUILT, STREAM, ChunkRequest
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.recovery.plan import Rebuild
-from keepstep.transport.interface import Body, FetchError, FetchRequest, Peer
+from keepstep.transport.interface import Body, FetchError, FetchRequest, Peer, TransportHandlers
 from keepstep.transport.tcp import TcpTransport
 from keepstep.types import Incarnation, Version
 
@@ -56,11 +56,13 @@ def stranger(run: Run, *, secret: bytes, run_id: str = "", node_id: str = "z") -
     config = PeersConfig(address="127.0.0.1", dead_s=1.0)
     peers = TcpTransport(
         Peer(node_id, secrets.token_hex(8)), run_id or run.run_id, secret, config,
-        on_message=lambda node_id, data: None, on_link=lambda node_id, up, reason: None,
-        serve=lambda node_id, data: Body.of_bytes(b""),
+        TransportHandlers(
+            on_message=lambda node_id, data: None, on_link=lambda node_id, up, reason: None,
+            serve=lambda node_id, data: Body.of_bytes(b""),
+        ),
     )  # fmt: skip
     cards = [node.card().card for node in run.nodes.values()]
-    peers.meet([Peer(card.node_id, card.instance, card.address, card.port) for card in cards])
+    peers.set_peers([Peer(card.node_id, card.instance, card.address, card.port) for card in cards])
     try:
         yield peers
     finally:

@@ -1,11 +1,11 @@
-"""Peers inside one process: the twin of the TCP transport for tests and simulations, with faults to order.
+"""Transport inside one process, for tests and simulations, with faults to inject.
 
-    hub = Hub()
-    a = MemoryPeers(hub, Peer("a", "1"), config, on_message=..., on_link=..., serve=...)
+    hub = MemoryHub()
+    a = MemoryTransport(hub, Peer("a", "1"), config, TransportHandlers(on_message, on_link, serve))
     hub.cut("a", "b"); hub.freeze("b"); hub.delay("a", "b", 0.1); hub.corrupt("a", "b")
 
-Same rules, bounds and futures as over TCP (one conformance suite runs on both). A cut or a frozen node is silent: its
-peers find out after `dead_s`, and what was sent meanwhile arrives if the link has held until then.
+Rules, limits and futures are those of the TCP transport; one conformance suite runs on both. A cut link or a frozen
+node is silent: its peers report it after `dead_s`; messages sent meanwhile arrive if the link has lasted until then.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from keepstep.config import PeersConfig
-from keepstep.transport.fetch import BodyDigest, PendingFetch
+from keepstep.transport.fetch import NO_ANSWER, NOT_STARTED, BodyDigest, PendingFetch
 from keepstep.transport.interface import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_BYTES,
@@ -31,22 +32,20 @@ from keepstep.transport.interface import (
     Body,
     Fetched,
     FetchRequest,
-    OnLink,
-    OnMessage,
     Peer,
     Refusal,
-    Serve,
+    TransportHandlers,
 )
 from keepstep.transport.threads import ThreadGroup
-from keepstep.transport.traffic import Traffic
+from keepstep.transport.throttle import Traffic
 
 log = logging.getLogger("keepstep")
-TICK_S = 0.005
-"""how often waiting threads look again: faults are ordered by plain attributes, not events"""
+TICK_S = 0.005  # Waiting threads poll at this interval: faults are plain attributes, not events.
+ANSWER_POLL_S = 0.0005
 
 
 class _Link:
-    """What two nodes share while they are connected."""
+    """State that two connected nodes share."""
 
     def __init__(self, one: str, other: str) -> None:
         self.ended = ""
@@ -54,7 +53,7 @@ class _Link:
 
 
 class MemoryHub:
-    """The network. Orders may be given from any thread and hold until they are taken back."""
+    """The network. Faults may be injected from any thread, and last until they are taken back."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -66,21 +65,21 @@ class MemoryHub:
         self._corrupt: dict[tuple[str, str], int] = {}
 
     def cut(self, one: str, other: str) -> None:
-        """Nothing passes between the two, and nothing says so."""
+        """Drop everything between the two, silently."""
         self._cut.add(frozenset((one, other)))
 
     def heal(self, one: str, other: str) -> None:
         self._cut.discard(frozenset((one, other)))
 
     def freeze(self, node_id: str) -> None:
-        """That node does nothing, as after SIGSTOP."""
+        """Stop that node, as SIGSTOP does."""
         self._frozen.add(node_id)
 
     def thaw(self, node_id: str) -> None:
         self._frozen.discard(node_id)
 
     def delay(self, one: str, other: str, seconds: float) -> None:
-        """Messages and answers between the two take so much longer."""
+        """Delay messages and answers between the two."""
         self._delay_s[frozenset((one, other))] = seconds
 
     def corrupt(self, source: str, target: str, num_bodies: int = 1) -> None:
@@ -104,51 +103,49 @@ class MemoryHub:
 
 
 class MemoryTransport:
-    """`Peers` over a hub."""
+    """`Transport` over a hub."""
 
     def __init__(
         self,
         hub: MemoryHub,
         me: Peer,
         config: PeersConfig,
+        handlers: TransportHandlers,
         *,
-        on_message: OnMessage,
-        on_link: OnLink,
-        serve: Serve,
         num_streams: int = NUM_STREAMS,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.me = Peer(me.node_id, me.instance, "memory", next(hub.ports))
         self._hub = hub
         self._traffic = Traffic(config, num_streams=num_streams, timeout_s=timeout_s)
-        self._on_message, self._on_link, self._serve = on_message, on_link, serve
-        self._crew = ThreadGroup()
-        self._known: dict[str, Peer] = {}
+        self._handlers = handlers
+        self._threads = ThreadGroup()
+        self._peers: dict[str, Peer] = {}
         self._links: dict[str, _Link] = {}
-        self._told: dict[str, _Link] = {}
-        self._heard_at: dict[str, float] = {}
+        self._reported: dict[str, _Link] = {}
+        self._received_at: dict[str, float] = {}
         self._waiting: dict[str, deque[PendingFetch]] = {}
         self._num_streams: dict[str, int] = {}
-        self._met: set[str] = set()
+        self._linked_before: set[str] = set()
         self._wake = threading.Event()
         self.closed = False
         with hub.lock:
             hub.nodes[me.node_id] = self
-        self._crew.start("control", self._run)
+        self._threads.start("control", self._run)
 
     def card_address(self) -> tuple[str, int]:
         return self.me.address, self.me.port
 
     def admit(self, secret: bytes) -> None:
-        """There is nobody to keep out."""
+        """Nothing to do: every node of the hub is admitted."""
 
-    def meet(self, peers: Sequence[Peer]) -> None:
+    def set_peers(self, peers: Sequence[Peer]) -> None:
         with self._hub.lock:
             wanted = {peer.node_id: peer for peer in peers if peer.node_id != self.me.node_id}
             for node_id, link in list(self._links.items()):
-                if wanted.get(node_id) != self._known.get(node_id):
+                if wanted.get(node_id) != self._peers.get(node_id):
                     self._drop(node_id, link, "no longer a peer, or replaced")
-            self._known = wanted
+            self._peers = wanted
         self._wake.set()
 
     def send(self, node_id: str, message: bytes) -> bool:
@@ -184,7 +181,7 @@ class MemoryTransport:
                 waiting.append(fetch)
                 if self._num_streams.get(node_id, 0) < self._traffic.num_streams:
                     self._num_streams[node_id] = self._num_streams.get(node_id, 0) + 1
-                    self._crew.start(f"fetch-{node_id}", lambda: self._stream(node_id))
+                    self._threads.start(f"fetch-{node_id}", lambda: self._stream(node_id))
         if refused:
             fetch.fail_waiting(refused, lost=link is None or self.closed)
         return fetch
@@ -193,7 +190,7 @@ class MemoryTransport:
         return node_id in self._links
 
     def counters(self) -> dict[str, float]:
-        return self._traffic.all() | {"up": float(len(self._links)), "peers": float(len(self._known))}
+        return self._traffic.all() | {"up": float(len(self._links)), "peers": float(len(self._peers))}
 
     def close(self) -> None:
         with self._hub.lock:
@@ -203,7 +200,7 @@ class MemoryTransport:
             for node_id, link in list(self._links.items()):
                 self._drop(node_id, link, "the peer closed its end")
         self._wake.set()
-        self._crew.join()
+        self._threads.join()
         for waiting in self._waiting.values():
             while waiting:
                 waiting.popleft().fail_waiting("closed", lost=True)
@@ -216,59 +213,61 @@ class MemoryTransport:
             self._wake.clear()
             if self.closed or self._hub.frozen(self.me.node_id):
                 continue
-            for node_id in {*self._known, *self._told}:
-                self._look(node_id, time.monotonic())
+            for node_id in {*self._peers, *self._reported}:
+                self._update(node_id, time.monotonic())
                 self._report(node_id)
                 self._deliver(node_id)
                 self._expire(node_id)
 
-    def _look(self, node_id: str, now: float) -> None:
-        """Make the link if both want it; end it if the other end has, or has been silent for too long."""
+    def _update(self, node_id: str, now: float) -> None:
+        """Make the link if both sides list each other; end it if the other side has, or is silent for too long."""
         with self._hub.lock:
             link = self._links.get(node_id)
             if link is None:
                 self._connect(node_id, now)
             elif self._hub.passes(self.me.node_id, node_id):
-                self._heard_at[node_id] = now
+                self._received_at[node_id] = now
                 if link.ended:
                     self._drop(node_id, link, link.ended)
-            elif now - self._heard_at[node_id] > self._traffic.config.dead_s:
-                self._drop(node_id, link, f"silent for {now - self._heard_at[node_id]:.1f} s")
+            elif now - self._received_at[node_id] > self._traffic.config.dead_s:
+                self._drop(node_id, link, f"silent for {now - self._received_at[node_id]:.1f} s")
 
     def _connect(self, node_id: str, now: float) -> None:
-        other, mine = self._hub.nodes.get(node_id), self.me.node_id
-        known = self._known.get(node_id)
-        if other is None or known is None or known.instance != other.me.instance or not self._hub.passes(mine, node_id):
+        other, own_id = self._hub.nodes.get(node_id), self.me.node_id
+        peer = self._peers.get(node_id)
+        if other is None or peer is None or peer.instance != other.me.instance or not self._hub.passes(own_id, node_id):
             return
-        met = other._known.get(mine)
-        if met is None or met.instance != self.me.instance or mine in other._links or self.closed or other.closed:
+        listed = other._peers.get(own_id)
+        if listed is None or listed.instance != self.me.instance or own_id in other._links:
             return
-        link = _Link(mine, node_id)
-        for side, far in ((self, node_id), (other, mine)):
-            side._links[far], side._heard_at[far] = link, now
+        if self.closed or other.closed:
+            return
+        link = _Link(own_id, node_id)
+        for side, far_id in ((self, node_id), (other, own_id)):
+            side._links[far_id], side._received_at[far_id] = link, now
             side._traffic.counters.add("links")
-            side._traffic.counters.add("reconnects", int(far in side._met))
-            side._met.add(far)
+            side._traffic.counters.add("reconnects", int(far_id in side._linked_before))
+            side._linked_before.add(far_id)
             side._wake.set()
 
-    def _drop(self, node_id: str, link: _Link, why: str) -> None:
+    def _drop(self, node_id: str, link: _Link, reason: str) -> None:
         del self._links[node_id]
-        link.ended = link.ended or why
+        link.ended = link.ended or reason
         self._wake.set()
 
     def _report(self, node_id: str) -> None:
-        told, link = self._told.get(node_id), self._links.get(node_id)
-        if told is link:
+        reported, link = self._reported.get(node_id), self._links.get(node_id)
+        if reported is link:
             return
-        if told is not None:
-            del self._told[node_id]
-            self._call(lambda: self._on_link(node_id, False, told.ended))
+        if reported is not None:
+            del self._reported[node_id]
+            self._call(lambda: self._handlers.on_link(node_id, False, reported.ended))
         if link is not None:
-            self._told[node_id] = link
-            self._call(lambda: self._on_link(node_id, True, "connected"))
+            self._reported[node_id] = link
+            self._call(lambda: self._handlers.on_link(node_id, True, "connected"))
 
     def _deliver(self, node_id: str) -> None:
-        link = self._told.get(node_id)
+        link = self._reported.get(node_id)
         while link is not None and self._links.get(node_id) is link and self._hub.passes(self.me.node_id, node_id):
             with self._hub.lock:
                 inbox = link.inbox[self.me.node_id]
@@ -276,10 +275,10 @@ class MemoryTransport:
                     return
                 _, message = inbox.popleft()
             self._traffic.counters.add("messages_in")
-            self._call(lambda: self._on_message(node_id, message))  # noqa: B023
+            self._call(lambda: self._handlers.on_message(node_id, message))  # noqa: B023
 
     def _expire(self, node_id: str) -> None:
-        """End what waits past its deadline, and everything when the link is down."""
+        """Fail fetches that wait past their deadline, and all of them when the link is down."""
         with self._hub.lock:
             waiting = list(self._waiting.get(node_id, ()))
             down = node_id not in self._links
@@ -287,20 +286,20 @@ class MemoryTransport:
             if down:
                 fetch.fail_waiting("the link is down", lost=True)
             elif fetch.remaining_s <= 0:
-                fetch.fail_waiting("no answer by the deadline: others were before it", lost=True)
+                fetch.fail_waiting(NOT_STARTED, lost=True)
 
-    def _call(self, callback: Callable[[], None]) -> None:
+    def _call(self, handler: Callable[[], None]) -> None:
         if self.closed:
             return
         try:
-            callback()
+            handler()
         except Exception:
-            log.exception("a callback of the peers failed")
+            log.exception("a handler of the transport failed")
 
     # --- streams --------------------------------------------------------------------------------------------------
 
     def _stream(self, node_id: str) -> None:
-        """Works until nothing waits: threads here are cheap, and none is left to close."""
+        """Carry fetches until none waits, then end: threads are cheap here, and none remains to be closed."""
         while True:
             with self._hub.lock:
                 if not self._waiting[node_id]:
@@ -325,50 +324,51 @@ class MemoryTransport:
             fetch.fail(f"refused: {reason}", lost=False)
             return
         try:
-            stopped, checksum, wrong, loose = self._body(fetch, body, link)
+            stopped, checksum, mismatch, data = self._body(fetch, body, link)
         finally:
             if body.release is not None:
                 body.release()
         if stopped:
             counters.add("failed")
             fetch.fail(stopped, lost=True)
-        elif wrong:
+        elif mismatch:
             counters.add("bad_checksums")
-            fetch.fail(wrong, lost=False)
+            fetch.fail(mismatch, lost=False)
         else:
             counters.add("fetched")
             self._hub_counter(node_id, "served")
-            fetch.succeed(body.size_bytes, checksum, loose)
+            fetch.succeed(body.size_bytes, checksum, data)
 
     def _answer(self, fetch: PendingFetch, link: _Link | None) -> tuple[Body | None, str] | str:
-        """What the other side's `serve` says, on a thread of its own; a string when it says nothing in time."""
+        """Answer of the other side's `serve`, run on a thread of its own; a string if it did not answer in time."""
         answers: list[tuple[Body | None, str]] = []
-        late = threading.Event()
+        abandoned = threading.Event()
         start = time.monotonic() + self._hub.delay_s(self.me.node_id, fetch.node_id)
-        asked = False
+        requested = False
         while not answers or not self._hub.passes(self.me.node_id, fetch.node_id):
             if stopped := self._stopped(fetch, link):
-                late.set()
+                abandoned.set()
                 for body, _ in answers:
                     if body is not None and body.release is not None:
                         body.release()
                 return stopped
             other = self._hub.nodes.get(fetch.node_id)
             passes = self._hub.passes(self.me.node_id, fetch.node_id)
-            if not asked and other is not None and passes and time.monotonic() >= start:
-                asked = True
+            if not requested and other is not None and passes and time.monotonic() >= start:
+                requested = True
                 request = (self.me.node_id, fetch.query, fetch.size_bytes, fetch.exact)
-                other._crew.start(f"serve-{self.me.node_id}", lambda: other._give(request, answers, late))  # noqa: B023
-            time.sleep(0.0005 if asked else TICK_S)
+                answer = partial(other._serve_request, request, answers, abandoned)
+                other._threads.start(f"serve-{self.me.node_id}", answer)
+            time.sleep(ANSWER_POLL_S if requested else TICK_S)
         return answers[0]
 
-    def _give(
-        self, asked: tuple[str, bytes, int, bool], answers: list[tuple[Body | None, str]], late: threading.Event
+    def _serve_request(
+        self, request: tuple[str, bytes, int, bool], answers: list[tuple[Body | None, str]], abandoned: threading.Event
     ) -> None:
-        node_id, request, size_bytes, exact = asked
+        node_id, query, size_bytes, exact = request
         body: Body | None = None
         try:
-            body = self._serve(node_id, request)
+            body = self._handlers.serve(node_id, query)
             reason = ""
         except Refusal as refusal:
             reason = str(refusal)
@@ -376,16 +376,16 @@ class MemoryTransport:
             log.exception("serving %s failed", node_id)
             reason = f"the server failed: {type(error).__name__}"
         fits = body is None or (body.size_bytes == size_bytes if exact else body.size_bytes <= size_bytes)
-        if body is not None and (late.is_set() or not fits):
+        if body is not None and (abandoned.is_set() or not fits):
             if body.release is not None:
                 body.release()
-            reason, body = f"there are {body.size_bytes} bytes, not {size_bytes}", None
+            reason, body = f"the body has {body.size_bytes} bytes, not {size_bytes}", None
         if body is None:
             self._traffic.counters.add("refused")
         answers.append((body, reason))
 
     def _body(self, fetch: PendingFetch, body: Body, link: _Link | None) -> tuple[str, bytes, str, bytearray | None]:
-        target, loose = fetch.target(body.size_bytes)
+        target, buffer = fetch.target(body.size_bytes)
         digest = BodyDigest(fetch.expect, body.checksum)
         flip = self._hub.flips(fetch.node_id, self.me.node_id)
         other = self._hub.nodes.get(fetch.node_id)
@@ -399,8 +399,10 @@ class MemoryTransport:
                 time.sleep(TICK_S)
             if (stopped := self._stopped(fetch, link)) or not allowed:
                 return stopped or "stopped", b"", "", None
-            piece = data[done : done + want] if body.data is not None else os.pread(body.fd, want, body.offset + done)
-            target[done : done + want] = piece
+            in_memory = body.data is not None
+            target[done : done + want] = (
+                data[done : done + want] if in_memory else os.pread(body.fd, want, body.offset + done)
+            )
             if flip:
                 target[done] ^= 1
                 flip = False
@@ -409,14 +411,14 @@ class MemoryTransport:
             if other is not None:
                 other._traffic.meter_out.add(want)
             done += want
-        return "", *digest.verdict(), loose
+        return "", *digest.verify(), buffer
 
     def _stopped(self, fetch: PendingFetch, link: _Link | None) -> str:
-        """Why the fetch must end now, if it must."""
+        """Reason why the fetch must end now; empty if it need not."""
         if fetch.abandoned:
             return "cancelled"
         if fetch.remaining_s <= 0:
-            return "no answer by the deadline"
+            return NO_ANSWER
         if link is None or self._links.get(fetch.node_id) is not link:
             return f"the link is down: {link.ended}" if link is not None else "the link is down"
         return ""

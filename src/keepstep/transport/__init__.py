@@ -1,29 +1,29 @@
-"""Bytes and small messages between keepers: one narrow interface, TCP behind it, and a twin in memory."""
+"""Messages and bytes between keepers: the interface, and its implementation over TCP.
+
+`keepstep.testing.memory_transport` is another implementation, for tests.
+"""
 
 from keepstep.transport.interface import (
     Body,
     Fetched,
     FetchError,
     FetchRequest,
-    OnLink,
-    OnMessage,
     Peer,
     Refusal,
-    Serve,
     Transport,
+    TransportHandlers,
 )
-from keepstep.transport.tcp import TcpTransport
+from keepstep.transport.tcp import TcpOptions, TcpTransport
 
 __all__ = [
     "Body",
     "FetchError",
     "FetchRequest",
     "Fetched",
-    "OnLink",
-    "OnMessage",
     "Peer",
     "Refusal",
-    "Serve",
+    "TcpOptions",
     "TcpTransport",
     "Transport",
+    "TransportHandlers",
 ]

@@ -1,4 +1,7 @@
-"""Which address peers reach this node under. Said, not guessed: the wrong network card is a classic (torchft#329)."""
+"""The address where peers reach this node.
+
+Configured rather than guessed where a node has several networks: the wrong one is a common failure (torchft#329).
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,33 @@ from keepstep.errors import ConfigError
 
 log = logging.getLogger("keepstep")
 SIOCGIFADDR = 0x8915
-ANYWHERE = "203.0.113.1"
-"""an address of nobody (RFC 5737): the route to it is the default route. Nothing is sent there."""
+UNUSED_ADDRESS = "203.0.113.1"  # Reserved (RFC 5737): the route to it is the default route. Nothing is sent there.
 
 
-def resolve_address(said: str, *, towards: str = "") -> str:
-    """The local address that `said` means: an address, an interface, a host name; if empty, the way to `towards`."""
-    if not said:
-        return _source_towards(towards or ANYWHERE)
-    if _is_address(said):
-        return said
-    if said in {name for _, name in socket.if_nameindex()}:
-        found = _address_of(said)
-        if not found:
-            raise ConfigError(f"peers.address = {said!r}: the interface has no address", hint="name an address instead")
-        return found
+def resolve_address(configured: str, *, towards: str = "") -> str:
+    """The local address of an address, interface or host name; if empty, the source of the route to `towards`."""
+    if not configured:
+        return _source_towards(towards or UNUSED_ADDRESS)
+    if _is_address(configured):
+        return configured
+    if configured in {name for _, name in socket.if_nameindex()}:
+        address = _address_of(configured)
+        if not address:
+            raise ConfigError(
+                f"peers.address = {configured!r}: the interface has no address", hint="set an IP address instead"
+            )
+        return address
     try:
-        return str(socket.getaddrinfo(said, None, type=socket.SOCK_STREAM)[0][4][0])
+        return str(socket.getaddrinfo(configured, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError(
-            f"peers.address = {said!r} is no address, interface or host name here: {error.strerror}",
+            f"peers.address = {configured!r} is no address, interface or host name here: {error.strerror}",
             hint="interfaces: " + ", ".join(name for _, name in socket.if_nameindex()),
         ) from error
 
 
 def listen_on(address: str, port: int) -> socket.socket:
-    """A listening socket on that address alone: whoever cannot reach it has nothing to knock at."""
+    """A listening socket on that address alone, so that other networks of the node cannot connect."""
     sock = socket.socket(_family(address), socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,7 +58,7 @@ def listen_on(address: str, port: int) -> socket.socket:
 
 
 def socket_towards(address: str, *, source: str) -> socket.socket:
-    """A socket, not yet connected, that will leave from our own chosen address where both are of one kind."""
+    """A socket for a connection to `address`, bound to `source` if both are of one family. Not connected yet."""
     family = _family(address)
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -85,7 +89,7 @@ def _address_of(interface: str) -> str:
             answer = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])
         except OSError:
-            pass  # it has none
+            pass  # It has no IPv4 address.
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
         packed, _, _, scope, _, name = line.split()

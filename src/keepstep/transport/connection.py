@@ -1,9 +1,12 @@
-"""One connection: exact reads and writes, each with a deadline, over plain TCP or TLS.
+"""One connection to a peer: exact reads and writes, each with a deadline, over plain TCP or TLS 1.3.
 
-One thread at a time uses a wire. `shut` may be called by any thread and wakes that one up; only the user closes, so
-a descriptor number is never somebody else's by the time it is used.
-
-Deadlines of plain sockets are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): no poll before a call, and MSG_WAITALL works.
+Invariants:
+- One thread at a time reads and writes a PeerSocket. Any thread may call `shut`, which wakes that one; only the owner
+  calls `close`, so that a descriptor number is never reused while a thread still uses it.
+- Deadlines of plain sockets are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): no poll before a call, and MSG_WAITALL works.
+- With TLS both sides show a certificate of the run's authority. It only shows that the authority admits the holder:
+  names in it are not checked, and one certificate may serve all nodes. handshake.py identifies the peer, inside TLS
+  and bound to it (see `channel_binding`).
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ import threading
 import time
 
 from keepstep import faults
+from keepstep.config import PeersConfig
+from keepstep.errors import ConfigError
 
 SHORTEST_S = 0.001
-TLS_PIECE_BYTES = 256 << 10
+TLS_SLICE_BYTES = 256 << 10
 
 
 class PeerSocketError(Exception):
-    """The connection is of no more use."""
+    """The connection cannot be used any more."""
 
     def __init__(self, reason: str, *, timed_out: bool = False) -> None:
         super().__init__(reason)
@@ -33,7 +38,7 @@ class PeerSocketError(Exception):
 
 
 class PeerSocket:
-    """A connected socket that its owner reads and writes with deadlines."""
+    """A socket that its owner reads and writes with deadlines."""
 
     def __init__(self, sock: socket.socket, *, timeout_s: float) -> None:
         self._sock = sock
@@ -41,7 +46,7 @@ class PeerSocket:
         self._closed = False
         self._limit_s = -1.0
         self.tls: ssl.SSLSocket | None = None
-        _tune(sock, timeout_s)
+        _set_options(sock, timeout_s)
         self.limit(timeout_s)
 
     @property
@@ -49,7 +54,7 @@ class PeerSocket:
         return self._sock
 
     def connect(self, address: tuple[str, int], *, timeout_s: float) -> None:
-        """For a socket that is not connected yet, so that `shut` can stop this too."""
+        """Connect a new socket. `shut` stops this too."""
         try:
             self._sock.settimeout(max(timeout_s, SHORTEST_S))
             self._sock.connect(address)
@@ -58,7 +63,7 @@ class PeerSocket:
         self._limit_s = -1.0
 
     def secure(self, context: ssl.SSLContext, *, server: bool, timeout_s: float) -> None:
-        """Speak TLS from here on."""
+        """Run the TLS handshake and use TLS from here on."""
         try:
             with self._lock:
                 if self._closed:
@@ -69,11 +74,11 @@ class PeerSocket:
                 )
             self.tls.do_handshake()
         except OSError as error:
-            raise _failed(error) from None
+            raise _socket_error(error) from None
         self._limit_s = -1.0
 
     def limit(self, seconds: float) -> None:
-        """No read or write may move nothing for longer than this (math.inf: for ever, until `shut`)."""
+        """Fail reads and writes that move no byte for longer than this (math.inf: only `shut` ends them)."""
         seconds = max(seconds, SHORTEST_S)
         forever = seconds == math.inf
         if seconds == self._limit_s:
@@ -88,71 +93,71 @@ class PeerSocket:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
         except OSError as error:
-            raise _failed(error) from None
+            raise _socket_error(error) from None
 
     def read_some(self, view: memoryview, *, fill: bool = True) -> int:
-        """At least one byte, as many as fit if `fill` and they come in time."""
+        """Read at least one byte; with `fill`, as many as fit and arrive in time."""
         try:
             faults.point("peers.receive")
             if self.tls is not None:
-                count = self.tls.recv_into(view[:TLS_PIECE_BYTES])
+                count = self.tls.recv_into(view[:TLS_SLICE_BYTES])
             else:
                 count = self._sock.recv_into(view, 0, socket.MSG_WAITALL if fill else 0)
         except OSError as error:
-            raise _failed(error) from None
+            raise _socket_error(error) from None
         if count == 0:
             raise PeerSocketError("the peer closed the connection")
         return count
 
     def read_exact(self, size_bytes: int, *, deadline: float | None = None) -> bytes:
-        """For small things: heads, handshakes, requests."""
+        """Read exactly this many bytes: heads, handshakes, requests."""
         data = bytearray(size_bytes)
         view = memoryview(data)
         done = 0
         while done < size_bytes:
             if deadline is not None:
-                self.limit(_until(deadline))
+                self.limit(_remaining_s(deadline))
             done += self.read_some(view[done:])
         return bytes(data)
 
     def write(self, data: bytes | memoryview, *, more: bool = False, deadline: float | None = None) -> None:
-        """All of it. `more`: something follows at once, so it can share a segment."""
+        """Write all of it. `more`: another write follows at once, so both may share a segment."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         while len(view):
             if deadline is not None:
-                self.limit(_until(deadline))
+                self.limit(_remaining_s(deadline))
             view = view[self.write_some(view, more=more) :]
 
     def write_some(self, view: memoryview, *, more: bool = False) -> int:
         try:
             faults.point("peers.send")
             if self.tls is not None:
-                return self.tls.send(view[:TLS_PIECE_BYTES])
+                return self.tls.send(view[:TLS_SLICE_BYTES])
             return self._sock.send(view, socket.MSG_NOSIGNAL | (socket.MSG_MORE if more else 0))
         except OSError as error:
-            raise _failed(error) from None
+            raise _socket_error(error) from None
 
     def write_file(self, fd: int, offset: int, size_bytes: int) -> int:
-        """Some of a file, without a copy in this process. Under TLS the bytes must pass through it, to be encrypted."""
+        """Write some bytes of a file without copying them into this process. TLS needs the copy, to encrypt it."""
         try:
             faults.point("peers.sendfile")
             if self.tls is not None:
-                piece = os.pread(fd, min(size_bytes, TLS_PIECE_BYTES), offset)
-                count = self.tls.send(piece) if piece else 0
+                data = os.pread(fd, min(size_bytes, TLS_SLICE_BYTES), offset)
+                count = self.tls.send(data) if data else 0
             else:
                 count = os.sendfile(self._sock.fileno(), fd, offset, size_bytes)
         except OSError as error:
-            raise _failed(error) from None
+            raise _socket_error(error) from None
         if count == 0:
-            raise PeerSocketError("the file that is served ended early")
+            raise PeerSocketError("the served file ended early")
         return count
 
     def shut(self) -> None:
-        """Nothing moves any more. Whoever waits in a read or write finds out now."""
+        """Stop all reads and writes: a thread that waits in one gets PeerSocketError."""
         with self._lock:
             if not self._closed:
                 with contextlib.suppress(OSError):
-                    # Not SSLSocket.shutdown: that one takes the TLS object away under the thread that uses it.
+                    # Not SSLSocket.shutdown, which removes the TLS object under the thread that uses it.
                     socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -163,23 +168,74 @@ class PeerSocket:
                 self._sock.close()
 
 
-def _until(deadline: float) -> float:
+class Tls:
+    """TLS contexts of a node: one for the connections it makes, one for those it accepts."""
+
+    def __init__(self, config: PeersConfig) -> None:
+        self._dial = _context(ssl.PROTOCOL_TLS_CLIENT, config)
+        self._listen = _context(ssl.PROTOCOL_TLS_SERVER, config)
+        self._listen.num_tickets = 0
+
+    @classmethod
+    def of(cls, config: PeersConfig) -> Tls | None:
+        """None when TLS is off. Setting some of the files but not all is an error."""
+        files = (config.tls_cert, config.tls_key, config.tls_ca)
+        if any(files) and not all(files):
+            raise ConfigError("peers.tls_cert, tls_key and tls_ca go together", hint="set all three, or none")
+        return cls(config) if all(files) else None
+
+    def secure(self, connection: PeerSocket, *, server: bool, timeout_s: float) -> None:
+        """Make this connection a TLS connection."""
+        connection.secure(self._listen if server else self._dial, server=server, timeout_s=timeout_s)
+
+
+def channel_binding(connection: PeerSocket) -> bytes:
+    """A value unique to this TLS connection, for the handshake; empty without TLS.
+
+    The client's Finished message, which `ssl` offers under its old name `tls-unique`. In TLS 1.3 it is a MAC over the
+    whole transcript, certificates included, with a key of this connection alone, as long as no session is resumed:
+    there are no tickets here. (`ssl` in Python 3.11 has no exporter.)
+    """
+    if connection.tls is None:
+        return b""
+    binding = connection.tls.get_channel_binding("tls-unique")
+    if not binding or connection.tls.version() != "TLSv1.3" or connection.tls.session_reused:
+        raise PeerSocketError("this TLS connection has no unique channel binding")
+    return binding
+
+
+def _context(kind: int, config: PeersConfig) -> ssl.SSLContext:
+    context = ssl.SSLContext(kind)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")  # Never prompt on a terminal.
+        context.load_verify_locations(config.tls_ca)
+    except OSError as error:
+        raise ConfigError(
+            f"the TLS files of the peers cannot be used: {error}", hint="check peers.tls_cert, tls_key and tls_ca"
+        ) from error
+    return context
+
+
+def _remaining_s(deadline: float) -> float:
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise PeerSocketError("took too long", timed_out=True)
+        raise PeerSocketError("the deadline has passed", timed_out=True)
     return remaining
 
 
-def _failed(error: OSError) -> PeerSocketError:
+def _socket_error(error: OSError) -> PeerSocketError:
     if isinstance(error, TimeoutError | BlockingIOError | ssl.SSLWantReadError | ssl.SSLWantWriteError):
-        return PeerSocketError("nothing moved in time", timed_out=True)
+        return PeerSocketError("no byte moved in time", timed_out=True)
     if isinstance(error, ssl.SSLError):
         return PeerSocketError(f"TLS: {error.reason or error}")
     return PeerSocketError(error.strerror or str(error))
 
 
-def _tune(sock: socket.socket, timeout_s: float) -> None:
-    """Buffer sizes are left to the kernel: 1 and 4 MiB gained nothing here, and a fixed size ends its own tuning."""
+def _set_options(sock: socket.socket, timeout_s: float) -> None:
+    # Buffer sizes are left to the kernel: 1 and 4 MiB gained nothing here, and a fixed size disables auto-tuning.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

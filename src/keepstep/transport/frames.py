@@ -1,4 +1,4 @@
-"""How control messages, requests and answers lie on a connection. Every length is checked before anything is read.
+"""Wire format between keepers: control frames, requests and answers. Every length is checked before its bytes are read.
 
 Control frames carry a MAC over their number, so that none can be forged, dropped, repeated or moved; data carries the
 checksum of the bytes.
@@ -18,8 +18,7 @@ from keepstep.transport.interface import (
     MAX_REQUEST_BYTES,
 )
 
-HEARTBEAT, MESSAGE, GOODBYE = 0, 1, 2
-"""I am here; for the keeper; this keeper closes its end on purpose"""
+HEARTBEAT, MESSAGE, GOODBYE = 0, 1, 2  # GOODBYE: this keeper closes the connection on purpose.
 SERVED, REFUSED = 0, 1
 MAC_BYTES = 16
 
@@ -34,24 +33,25 @@ ANSWER_HEAD_BYTES = _ANSWER.size
 
 
 class PeerFrameError(Exception):
-    """What came is not a frame: the connection ends."""
+    """The received bytes are not a frame, or not an authentic one. The connection ends."""
 
 
 class FrameSigner:
-    """Control frames of one direction, as they leave."""
+    """Signs the control frames of one direction."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._number = 0
 
     def seal(self, kind: int, body: bytes = b"") -> bytes:
+        """Encode one frame."""
         mac = _mac(self._key, self._number, kind, body)
         self._number += 1
         return _CONTROL.pack(_CONTROL_MAGIC, kind, len(body), mac) + body
 
 
 class FrameVerifier:
-    """Control frames of one direction, as their bytes arrive."""
+    """Parses and verifies the control frames of one direction."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -59,23 +59,24 @@ class FrameVerifier:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        """Add received bytes. Returns the kind and body of each frame that is complete now."""
         self._buffer += data
-        found: list[tuple[int, bytes]] = []
-        at = 0
-        while len(self._buffer) - at >= _CONTROL.size:
-            magic, kind, length, mac = _CONTROL.unpack_from(self._buffer, at)
+        frames: list[tuple[int, bytes]] = []
+        offset = 0
+        while len(self._buffer) - offset >= _CONTROL.size:
+            magic, kind, length, mac = _CONTROL.unpack_from(self._buffer, offset)
             if magic != _CONTROL_MAGIC or length > MAX_MESSAGE_BYTES:
                 raise PeerFrameError(f"bad frame head (magic {magic:#x}, {length} bytes)")
-            if len(self._buffer) - at < _CONTROL.size + length:
+            if len(self._buffer) - offset < _CONTROL.size + length:
                 break
-            body = bytes(memoryview(self._buffer)[at + _CONTROL.size : at + _CONTROL.size + length])
+            body = bytes(memoryview(self._buffer)[offset + _CONTROL.size : offset + _CONTROL.size + length])
             if not hmac.compare_digest(mac, _mac(self._key, self._number, kind, body)):
-                raise PeerFrameError("a frame that was changed on its way, or forged")
+                raise PeerFrameError("a frame with a wrong MAC: changed on its way, or forged")
             self._number += 1
-            at += _CONTROL.size + length
-            found.append((kind, body))
-        del self._buffer[:at]
-        return found
+            offset += _CONTROL.size + length
+            frames.append((kind, body))
+        del self._buffer[:offset]
+        return frames
 
 
 def _mac(key: bytes, number: int, kind: int, body: bytes) -> bytes:
@@ -84,12 +85,12 @@ def _mac(key: bytes, number: int, kind: int, body: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class RequestHead:
-    """What is asked for: the request's own bytes follow."""
+    """Head of a request; `length` bytes of query follow."""
 
     number: int
     length: int
     size_bytes: int
-    exact: bool
+    exact: bool  # The body must have `size_bytes` exactly, not at most.
 
     def pack(self) -> bytes:
         return _REQUEST.pack(_REQUEST_MAGIC, self.exact, self.length, self.number, self.size_bytes)
@@ -107,7 +108,7 @@ class RequestHead:
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """What comes: `length` bytes of body, or of the reason why there is none."""
+    """Head of an answer; `length` bytes of body follow, or of the reason for the refusal."""
 
     number: int
     status: int
@@ -119,12 +120,12 @@ class AnswerHead:
         return _ANSWER.pack(_ANSWER_MAGIC, self.status, self.number, self.length, self.checksum)
 
     @classmethod
-    def unpack(cls, data: bytes, asked: RequestHead) -> AnswerHead:
+    def unpack(cls, data: bytes, request: RequestHead) -> AnswerHead:
         magic, status, number, length, checksum = _ANSWER.unpack(data)
-        if magic != _ANSWER_MAGIC or number != asked.number or status not in (SERVED, REFUSED):
+        if magic != _ANSWER_MAGIC or number != request.number or status not in (SERVED, REFUSED):
             raise PeerFrameError(
-                f"bad answer head (magic {magic:#x}, number {number} for {asked.number}, status {status})"
+                f"bad answer head (magic {magic:#x}, number {number} for {request.number}, status {status})"
             )
-        if not asked.fits(length) if status == SERVED else length > MAX_REASON_BYTES:
-            raise PeerFrameError(f"an answer of {length} bytes to a request for {asked.size_bytes}")
+        if not request.fits(length) if status == SERVED else length > MAX_REASON_BYTES:
+            raise PeerFrameError(f"an answer of {length} bytes to a request for {request.size_bytes}")
         return cls(number, status, length, checksum)

@@ -1,21 +1,21 @@
-"""What a keeper may ask of the network, and nothing more.
+"""What a keeper needs of the network: links to its peers, messages, and bytes from their memory.
 
-    meet(peers)   say who they are; links are made, remade and given up in the background
-    send          a small message, in order, at most once: dropped when the link is down or its queue is full
-    fetch         bytes from a peer's memory into ours, checked; the future ends, whatever happens
-    serve         (a callback) what a peer may have of ours
+    set_peers(peers)   who the peers are; links are made, remade and ended in the background
+    send               a small message, in order, at most once: dropped when the link is down or its queue is full
+    fetch              bytes from a peer's memory into ours, verified; the future ends in every case
+    serve              (a handler) what a peer may fetch from this keeper
 
 Rules for both sides of this interface:
 
-1. Callbacks. `on_message` and `on_link` are called on one thread, in order, never concurrently; they must return
-   at once (put it into a queue): heartbeats wait for them. `serve` is called on a stream thread, several at once,
-   and may block as long as the asking side's deadline. What a callback raises is logged and goes no further.
-2. `on_link` is about the connection only. A link that is down says nothing about the node behind it.
-3. `send` never blocks. True means queued, not received: the protocol above is idempotent and resends.
-4. `fetch` only reads from the peer, so it may be asked again. A future ends by its deadline at the latest, and when
-   it has ended the transport no longer touches `into`; until then the buffer is the transport's. After a failure the
-   buffer holds rubbish. A future's done-callbacks run on a stream thread, or on the thread that ended it.
-5. A checksum tells accident from truth, not from malice. Against somebody on the wire there is TLS.
+1. Handlers. `on_message` and `on_link` are called on one thread, in order, never concurrently. They must return at
+   once (put the event into a queue), because heartbeats wait for them. `serve` is called on stream threads, several at
+   a time, and may block for as long as the fetching side's deadline. An exception in a handler is logged and dropped.
+2. `on_link` reports connections only. A link that is down does not mean that its node is.
+3. `send` never blocks. True means queued, not received: the protocol above it is idempotent and resends.
+4. `fetch` only reads from the peer, so it may be repeated. A future ends by its deadline at the latest. Until it ends
+   the buffer `into` belongs to the transport; afterwards the transport does not touch it. After a failure the content
+   of the buffer is undefined. Done-callbacks run on a stream thread, or on the thread that ended the future.
+5. A checksum detects accidents, not attacks. TLS protects against an attacker on the network.
 6. Everything is bounded: messages, queues, requests, bodies, waits.
 """
 
@@ -30,17 +30,13 @@ from typing import Protocol
 
 import xxhash
 
-MAX_MESSAGE_BYTES = 4 << 20
-"""of one control message"""
-MAX_QUEUED_BYTES = 16 << 20
-"""of control messages that wait for one peer to read them"""
+MAX_MESSAGE_BYTES = 4 << 20  # of one control message
+MAX_QUEUED_BYTES = 16 << 20  # of control messages that one peer has not read yet
 MAX_QUEUED_MESSAGES = 4096
 MAX_REQUEST_BYTES = 64 << 10
 MAX_BODY_BYTES = 1 << 40
-MAX_LOOSE_BODY_BYTES = 1 << 30
-"""of a body that is returned as bytes, not received into a buffer of the caller's"""
-MAX_QUEUED_FETCHES = 4096
-"""per peer; one more fails at once"""
+MAX_RETURNED_BODY_BYTES = 1 << 30  # of a body that is returned as bytes, not received into the caller's buffer
+MAX_QUEUED_FETCHES = 4096  # per peer; one more fails at once
 MAX_REASON_BYTES = 1024
 MAX_STREAMS = 16
 NUM_STREAMS = 2  # connections for bytes, per peer and direction: one alone idles between a request and its answer
@@ -50,7 +46,7 @@ CHECKSUM_BYTES = 16
 
 @dataclass(frozen=True)
 class Peer:
-    """Whom to talk to. Another instance of the same node is another peer: its memory is empty."""
+    """Another node's keeper. A new instance of the same node is another peer, because its memory is empty."""
 
     node_id: str
     instance: str
@@ -60,23 +56,21 @@ class Peer:
 
 @dataclass(frozen=True)
 class Body:
-    """What a server answers a request with: a range of a descriptor, or bytes."""
+    """A server's answer to a request: a range of a descriptor, or bytes."""
 
     size_bytes: int
-    checksum: bytes
-    """xxh3_128 of the bytes as they should be; the asking side finds out when they are not"""
-    fd: int = -1
-    """sent by os.sendfile. Used after `serve` has returned, neither duplicated nor closed: see `release`"""
+    checksum: bytes  # xxh3_128 of the bytes as they should be: the fetching side verifies them.
+    fd: int = -1  # Sent by os.sendfile after `serve` has returned; neither duplicated nor closed (see `release`).
     offset: int = 0
     data: bytes | memoryview | None = None
+    # Called once, when the bytes are sent or will not be: until then `fd` must stay open and `data` valid.
     release: Callable[[], None] | None = None
-    """called once when the bytes are sent or will not be: until then `fd` must stay open and `data` valid"""
 
     @classmethod
     def of_file(cls, fd: int, offset: int, size_bytes: int, checksum: bytes) -> Body:
-        """A range of a descriptor that the caller may close at any time: this holds a duplicate."""
-        own = os.dup(fd)
-        return cls(size_bytes, checksum, fd=own, offset=offset, release=partial(os.close, own))
+        """A range of a duplicate of `fd`: the caller may close its own at any time."""
+        duplicate = os.dup(fd)
+        return cls(size_bytes, checksum, fd=duplicate, offset=offset, release=partial(os.close, duplicate))
 
     @classmethod
     def of_bytes(cls, data: bytes | memoryview) -> Body:
@@ -102,39 +96,39 @@ class FetchRequest:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What came: checked, and of the right size."""
+    """Result of a fetch: verified, and of the right size."""
 
     size_bytes: int
     checksum: bytes
-    data: bytes | None = None
-    """the bytes, when they were not received into the caller's buffer"""
+    data: bytes | None = None  # The bytes, unless they were received into the caller's buffer.
 
 
 class Refusal(Exception):
-    """The server says no, with a reason. Harmless: nothing is closed."""
+    """The server declines a request and gives the reason. No connection is closed."""
 
 
 class FetchError(Exception):
-    """The bytes did not come, or are not to be believed."""
+    """The bytes were not received, or do not match their checksum."""
 
     def __init__(self, node_id: str, reason: str, *, lost: bool) -> None:
         super().__init__(f"{node_id}: {reason}")
         self.node_id = node_id
         self.reason = reason
+        # True: the connection or the deadline was lost. False: the peer lives, and refused or sent wrong bytes.
         self.lost = lost
-        """the connection or the deadline. False: the peer lives, and refused or sent rubbish"""
 
 
-OnMessage = Callable[[str, bytes], None]
-"""node id, message"""
-OnLink = Callable[[str, bool, str], None]
-"""node id, up, reason"""
-Serve = Callable[[str, bytes], Body]
-"""node id, request; raises Refusal to decline"""
+@dataclass(frozen=True)
+class TransportHandlers:
+    """Calls from the transport's threads into its keeper: see rule 1."""
+
+    on_message: Callable[[str, bytes], None]  # node id, message
+    on_link: Callable[[str, bool, str], None]  # node id, whether the link is up, reason
+    serve: Callable[[str, bytes], Body]  # node id, query; raises Refusal to decline
 
 
 class Transport(Protocol):
-    """Links to the other keepers of the run. Thread-safe; callbacks are given at construction."""
+    """Links to the other keepers of the run. Thread-safe; handlers are given at construction."""
 
     def card_address(self) -> tuple[str, int]:
         """Address and port where peers reach this keeper."""
@@ -142,11 +136,11 @@ class Transport(Protocol):
     def admit(self, secret: bytes) -> None:
         """Authenticate peers with this secret from now on. Links made with another one end."""
 
-    def meet(self, peers: Sequence[Peer]) -> None:
-        """These are the peers now. Others lose their link; a new instance or address replaces the old connection."""
+    def set_peers(self, peers: Sequence[Peer]) -> None:
+        """Replace the list of peers. Others lose their link; a new instance or address replaces the old connection."""
 
     def send(self, node_id: str, message: bytes) -> bool:
-        """Queue a message. False: the link is down, or the peer does not read; nothing was queued."""
+        """Queue a message. False: nothing was queued, because the link is down or the peer does not read."""
 
     def fetch(self, request: FetchRequest) -> Future[Fetched]:
         """Request a body from that peer's server.
@@ -161,4 +155,4 @@ class Transport(Protocol):
         """Totals since the start (bytes_in, bytes_out, refused, bad_checksums, reconnects ...), and recent rates."""
 
     def close(self) -> None:
-        """End every link, future and thread. No callback comes afterwards."""
+        """End every link, future and thread. No handler is called afterwards."""

@@ -1,13 +1,13 @@
-"""Which peers there are, and the one control connection to each. One thread reads, writes, beats and decides.
+"""The peers of this keeper and the one control connection to each, served by one thread.
 
 Invariants:
-- at most one session per peer: of the instance we were told of, or of a newer one that has proved itself (a guest);
-- both sides may dial; the one with the smaller node id decides which connection is kept, and keeps the one it has;
-- a session ends by silence (`dead_s`), by its connection, by `meet`, or by `close`; its streams end with it;
-- callbacks are called by this thread only: down before up, messages in between.
-
-What is read is looked at before the clock is, so a keeper that was itself stopped for a while does not take everybody
-else for silent.
+- At most one session per peer: of the instance that `set_peers` named, or of a newer one that has authenticated (an
+  unlisted peer).
+- Both sides may dial. The side with the smaller node id decides which connection is kept, and keeps the one it has.
+- A session ends by silence (`dead_s`), by its connection, by `set_peers`, or by `close`. Its streams end with it.
+- Only the control thread calls the handlers: down before up, messages in between.
+- Received data is processed before the clock is checked, so that a keeper that was itself stopped for a while does not
+  take all others for silent.
 """
 
 from __future__ import annotations
@@ -22,66 +22,68 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from keepstep.transport.connection import PeerSocketError
 from keepstep.transport.frames import GOODBYE, HEARTBEAT, MESSAGE, PeerFrameError
-from keepstep.transport.handshake import NOT_NOW, STRANGER, WELCOME
-from keepstep.transport.interface import MAX_MESSAGE_BYTES, OnLink, OnMessage, Peer
+from keepstep.transport.handshake import ACCEPTED, ALREADY_LINKED, UNKNOWN_PEER
+from keepstep.transport.interface import MAX_MESSAGE_BYTES, Peer, TransportHandlers
 from keepstep.transport.session import PeerSession
-from keepstep.transport.traffic import Traffic
+from keepstep.transport.throttle import Traffic
 
 log = logging.getLogger("keepstep")
 FIRST_RETRY_S = 0.05
-LAST_RETRY_S = 1.0
-"""a peer that comes back is met again within this, give or take half"""
-GIVE_WAY_S = 0.3
-"""head start of the side whose connection would be kept"""
-MAX_DIALS = 32
-"""connections that are being made at once"""
-BEATS = 4
-"""heartbeats within `dead_s`"""
+LAST_RETRY_S = 1.0  # A peer that returns is linked again within this time, plus or minus half.
+GIVE_WAY_S = 0.3  # Head start of the side whose connection would be kept.
+MAX_DIALS = 32  # at the same time
+HEARTBEATS = 4  # within `dead_s`
+SHORTEST_SLEEP_S = 0.001
+
+
+class LinkDialer(Protocol):
+    """Makes control connections, each on a thread of its own, and reports the end to `PeerLinks.dialled`."""
+
+    def start_dial(self, peer: Peer) -> None: ...
 
 
 @dataclass
-class _KnownPeer:
-    """A peer and how far we are with it."""
+class _LinkState:
+    """A peer, and the state of the link to it."""
 
     peer: Peer
     dial_at: float
     session: PeerSession | None = None
     dialling: bool = False
     retry_s: float = FIRST_RETRY_S
-    met: bool = False
-    complaint: str = ""
+    was_linked: bool = False
+    last_error: str = ""
 
 
 class PeerLinks:
-    """The peers, their sessions, and the control thread (`run`)."""
+    """All peers, their sessions, and the control thread (`run`)."""
 
     def __init__(
         self,
         node_id: str,
         traffic: Traffic,
+        handlers: TransportHandlers,
         *,
-        dial: Callable[[Peer], None],
-        on_message: OnMessage,
-        on_link: OnLink,
-        max_guests: int,
+        dialer: LinkDialer,
+        max_unlisted_peers: int,
     ) -> None:
-        """`max_guests`: authenticated peers that are let in although `meet` has not named them."""
-        self._max_guests = max_guests
+        """`max_unlisted_peers`: how many authenticated peers may be linked that `set_peers` has not named."""
+        self._max_unlisted_peers = max_unlisted_peers
         self._node_id = node_id
         self._traffic = traffic
-        self._dial = dial
-        self._on_message = on_message
-        self._on_link = on_link
+        self._dialer = dialer
+        self._handlers = handlers
         self._lock = threading.Lock()
-        self._known: dict[str, _KnownPeer] = {}
+        self._links: dict[str, _LinkState] = {}
         self._arrived: list[PeerSession] = []
+        # Sessions that the control thread ends, and why. Not ended at once: ending them calls back, and needs no lock.
         self._ended: list[tuple[PeerSession, str]] = []
-        """to be ended by the control thread, and why: what ends with them may call back, so no lock is held then"""
+        # Sessions that were reported up, by node id. Used by the control thread only.
         self._live: dict[str, PeerSession] = {}
-        """sessions that were reported up, by node id; the control thread's own"""
         self._may_dial = False
         self._closing = False
         self._wake_lock = threading.Lock()
@@ -91,20 +93,21 @@ class PeerLinks:
 
     # --- for any thread -------------------------------------------------------------------------------------------
 
-    def meet(self, peers: Sequence[Peer]) -> None:
+    def set_peers(self, peers: Sequence[Peer]) -> None:
+        """Replace the list of peers: see `Transport.set_peers`."""
         wanted = {peer.node_id: peer for peer in peers if peer.node_id != self._node_id}
         with self._lock:
-            for node_id, known in list(self._known.items()):
-                said = wanted.get(node_id)
-                if said is not None and not known.peer.address and said.instance == known.peer.instance:
-                    known.peer = said  # a guest, and now we know where it lives
-                if said != known.peer:
-                    why = "replaced by another instance or address" if node_id in wanted else "no longer a peer"
-                    self._part(known, why)
-                    del self._known[node_id]
+            for node_id, link in list(self._links.items()):
+                peer = wanted.get(node_id)
+                if peer is not None and not link.peer.address and peer.instance == link.peer.instance:
+                    link.peer = peer  # It was unlisted, and its address is known now.
+                if peer != link.peer:
+                    reason = "replaced by another instance or address" if node_id in wanted else "no longer a peer"
+                    self._end_session(link, reason)
+                    del self._links[node_id]
             for node_id, peer in wanted.items():
-                if node_id not in self._known:
-                    self._known[node_id] = _KnownPeer(peer, self._next_dial(node_id, 0.0))
+                if node_id not in self._links:
+                    self._links[node_id] = _LinkState(peer, self._next_dial(node_id, 0.0))
         self.wake()
 
     def start_dialling(self) -> None:
@@ -112,30 +115,35 @@ class PeerLinks:
             self._may_dial = True
         self.wake()
 
-    def part_all(self, why: str) -> None:
+    def end_all(self, reason: str) -> None:
+        """End every session. The peers are dialled again."""
         with self._lock:
-            for known in self._known.values():
-                self._part(known, why)
+            for link in self._links.values():
+                self._end_session(link, reason)
         self.wake()
 
     def session(self, node_id: str) -> PeerSession | None:
+        """The session of this peer, if its link is up."""
         with self._lock:
-            known = self._known.get(node_id)
-            return known.session if known is not None else None
+            link = self._links.get(node_id)
+            return link.session if link is not None else None
 
     def session_by(self, ident: bytes) -> PeerSession | None:
+        """The session with this public id."""
         with self._lock:
-            return next((k.session for k in self._known.values() if k.session and k.session.ident == ident), None)
+            sessions = (link.session for link in self._links.values())
+            return next((session for session in sessions if session and session.keys.ident == ident), None)
 
-    def peer_of(self, session: PeerSession) -> Peer:
-        """The peer as `meet` named it, with its address; the one of the handshake has none."""
+    def listed_peer(self, node_id: str, ident: bytes) -> Peer:
+        """The peer of a session as `set_peers` named it, with its address; the one of the handshake has none."""
         with self._lock:
-            known = self._known.get(session.peer.node_id)
-            if known is None or known.session is not session:
+            link = self._links.get(node_id)
+            if link is None or link.session is None or link.session.keys.ident != ident:
                 raise PeerSocketError("the link is down")
-            return known.peer
+            return link.peer
 
     def send(self, node_id: str, message: bytes) -> bool:
+        """Queue a message: see `Transport.send`."""
         if len(message) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a message of {len(message)} bytes is too long: {MAX_MESSAGE_BYTES} at most")
         session = self.session(node_id)
@@ -146,100 +154,109 @@ class PeerLinks:
         self.wake()
         return True
 
-    def ruling(self, peer: Peer) -> int:
-        """Whether a connection from that peer would be welcome now."""
+    def verdict(self, peer: Peer) -> int:
+        """The verdict of the handshake on a control connection from that peer."""
         with self._lock:
-            known = self._known.get(peer.node_id)
+            link = self._links.get(peer.node_id)
             if self._closing:
-                return STRANGER
-            if known is None or known.peer.instance != peer.instance:
-                return WELCOME if self._has_room(peer) else STRANGER
-            return NOT_NOW if known.session is not None and self._decides(peer.node_id) else WELCOME
+                return UNKNOWN_PEER
+            if link is None or link.peer.instance != peer.instance:
+                return ACCEPTED if self._has_room(peer) else UNKNOWN_PEER
+            return ALREADY_LINKED if link.session is not None and self._decides(peer.node_id) else ACCEPTED
 
     def adopt(self, session: PeerSession) -> bool:
-        """Make it the link to its peer, unless we decide and have one. Nothing is sent on it before `ready`."""
+        """Make this session the link to its peer, unless this side decides and has one. `hand_over` follows."""
         node_id = session.peer.node_id
         with self._lock:
             if self._closing:
                 return False
-            known = self._known.get(node_id)
-            if known is None or known.peer.instance != session.peer.instance:
+            link = self._links.get(node_id)
+            if link is None or link.peer.instance != session.peer.instance:
                 if not self._has_room(session.peer):
                     return False
-                known = self._take_in(session.peer)
-            if known.session is not None:
+                link = self._add_unlisted(session.peer)
+            if link.session is not None:
                 if self._decides(node_id):
                     return False
-                self._part(known, "the peer chose another connection")
-            known.session, known.retry_s, known.complaint = session, FIRST_RETRY_S, ""
+                self._end_session(link, "the peer chose another connection")
+            link.session, link.retry_s, link.last_error = session, FIRST_RETRY_S, ""
             self._traffic.counters.add("links")
-            self._traffic.counters.add("reconnects", int(known.met))
-            known.met = True
+            self._traffic.counters.add("reconnects", int(link.was_linked))
+            link.was_linked = True
         return True
 
-    def _has_room(self, peer: Peer) -> bool:
-        guests = sum(not known.peer.address for node_id, known in self._known.items() if node_id != peer.node_id)
-        return peer.node_id != self._node_id and guests < self._max_guests
-
-    def _take_in(self, peer: Peer) -> _KnownPeer:
-        """It has proved that it is of this run, and nobody has told us of it: it took another keeper's place, or it
-        looks for what we hold of an incarnation before. It may ask; we know no address to dial."""
-        before = self._known.get(peer.node_id)
-        if before is not None:
-            self._part(before, "another instance took its place")
-        self._known[peer.node_id] = known = _KnownPeer(Peer(peer.node_id, peer.instance), math.inf)
-        return known
-
-    def ready(self, session: PeerSession) -> bool:
-        """The handshake is through: the connection is the control thread's now. False: it has ended, close it."""
+    def hand_over(self, session: PeerSession) -> bool:
+        """The handshake is complete: the control thread owns the connection. False: the session has ended, close it."""
         with self._lock:
-            if session.why:
+            if session.ended:
                 return False
             session.handed_over = True
             self._arrived.append(session)
         self.wake()
         return True
 
-    def lose(self, session: PeerSession, why: str) -> None:
+    def lose(self, session: PeerSession, reason: str) -> None:
+        """End this session and dial its peer again."""
         with self._lock:
-            known = self._known.get(session.peer.node_id)
-            if known is not None and known.session is session:
-                known.dial_at = self._next_dial(session.peer.node_id, FIRST_RETRY_S)
-                self._part(known, why)
-                if not known.peer.address:
-                    del self._known[session.peer.node_id]
-        # Otherwise what replaced it, or `meet`, has put it on the list already.
+            link = self._links.get(session.peer.node_id)
+            if link is not None and link.session is session:
+                link.dial_at = self._next_dial(session.peer.node_id, FIRST_RETRY_S)
+                self._end_session(link, reason)
+                if not link.peer.address:
+                    del self._links[session.peer.node_id]
+        # Else it is on the list already: another session or `set_peers` has replaced it.
         self.wake()
 
-    def dialled(self, peer: Peer, complaint: str) -> None:
-        """An attempt is over; with a complaint it has failed."""
+    def dialled(self, peer: Peer, error: str) -> None:
+        """A dial has ended; it failed if there is an error."""
         with self._lock:
-            known = self._known.get(peer.node_id)
-            if known is None or known.peer != peer:
+            link = self._links.get(peer.node_id)
+            if link is None or link.peer != peer:
                 return
-            known.dialling = False
-            if complaint:
-                known.dial_at = self._next_dial(peer.node_id, known.retry_s)
-                known.retry_s = min(LAST_RETRY_S, known.retry_s * 2)
-                fresh, known.complaint = complaint != known.complaint, complaint
-                if fresh and known.session is None:
-                    log.info("no link to %s at %s:%d yet: %s", peer.node_id, peer.address, peer.port, complaint)
+            link.dialling = False
+            if error:
+                link.dial_at = self._next_dial(peer.node_id, link.retry_s)
+                link.retry_s = min(LAST_RETRY_S, link.retry_s * 2)
+                is_new, link.last_error = error != link.last_error, error
+                if is_new and link.session is None:
+                    log.info("no link to %s at %s:%d yet: %s", peer.node_id, peer.address, peer.port, error)
         self.wake()
 
     def num_up(self) -> tuple[int, int]:
+        """Links that are up, and all peers."""
         with self._lock:
-            return sum(known.session is not None for known in self._known.values()), len(self._known)
+            return sum(link.session is not None for link in self._links.values()), len(self._links)
 
     def close(self) -> None:
+        """End all links and the control thread, without waiting for it."""
         with self._lock:
             self._closing = True
         self.wake()
 
     def wake(self) -> None:
+        """Let the control thread run its loop once more."""
         with self._wake_lock:
             if self._wake_fd >= 0:
                 with suppress(BlockingIOError):
                     os.eventfd_write(self._wake_fd, 1)
+
+    # --- with the lock held ---------------------------------------------------------------------------------------
+
+    def _has_room(self, peer: Peer) -> bool:
+        unlisted = sum(not link.peer.address for node_id, link in self._links.items() if node_id != peer.node_id)
+        return peer.node_id != self._node_id and unlisted < self._max_unlisted_peers
+
+    def _add_unlisted(self, peer: Peer) -> _LinkState:
+        """Add an authenticated peer that `set_peers` has not named.
+
+        It replaced another keeper, or looks for what this one holds of an earlier incarnation. It may fetch; its
+        address is unknown, so it is never dialled.
+        """
+        previous = self._links.get(peer.node_id)
+        if previous is not None:
+            self._end_session(previous, "replaced by another instance")
+        self._links[peer.node_id] = link = _LinkState(Peer(peer.node_id, peer.instance), math.inf)
+        return link
 
     def _decides(self, node_id: str) -> bool:
         return self._node_id < node_id
@@ -248,85 +265,85 @@ class PeerLinks:
         give_way_s = 0.0 if self._decides(node_id) else GIVE_WAY_S
         return time.monotonic() + wait_s * random.uniform(0.5, 1.5) + give_way_s
 
-    def _part(self, known: _KnownPeer, why: str) -> None:
-        session, known.session = known.session, None
+    def _end_session(self, link: _LinkState, reason: str) -> None:
+        session, link.session = link.session, None
         if session is not None:
-            self._ended.append((session, why))
+            self._ended.append((session, reason))
 
     # --- the control thread ---------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        look_s, look_at = self._traffic.config.dead_s / BEATS / 4, 0.0
+        """Receive, send, watch for silence and start dials, until `close`."""
+        maintain_s, maintain_at = self._traffic.config.dead_s / HEARTBEATS / 4, 0.0
         try:
             while not self._closing:
-                for key, events in self._selector.select(self._nap_s(look_s)):
+                for key, events in self._selector.select(self._sleep_s(maintain_s)):
                     if key.data is None:
                         os.eventfd_read(self._wake_fd)
                     elif events & selectors.EVENT_READ:
-                        self._guard(key.data, self._hear)
+                        self._guard(key.data, self._receive)
                 if self._closing:
                     break
-                self._report()
+                self._report_links()
                 now = time.monotonic()
-                # With a thousand peers somebody is heard every millisecond: not a reason to look after all others.
-                if now >= look_at:
-                    look_at = now + look_s
+                # With a thousand peers a message arrives every millisecond: each must not cost a pass over all links.
+                if now >= maintain_at:
+                    maintain_at = now + maintain_s
                     for session in list(self._live.values()):
-                        self._guard(session, self._tend)
+                        self._guard(session, self._maintain)
                 for session in [session for session in self._live.values() if session.wants_to_send]:
                     self._guard(session, self._flush)
                 self._start_dials(now)
         finally:
             self._shut_down()
 
-    def _nap_s(self, longest_s: float) -> float:
+    def _sleep_s(self, longest_s: float) -> float:
         with self._lock:
-            waiting = [k.dial_at for k in self._known.values() if k.session is None and not k.dialling]
+            dials = [link.dial_at for link in self._links.values() if link.session is None and not link.dialling]
             if self._arrived or self._ended:
                 return 0.0
-        soonest = min(waiting, default=float("inf")) - time.monotonic() if self._may_dial else longest_s
-        return max(0.001, min(longest_s, soonest))
+        next_dial_s = min(dials, default=math.inf) - time.monotonic() if self._may_dial else longest_s
+        return max(SHORTEST_SLEEP_S, min(longest_s, next_dial_s))
 
-    def _hear(self, session: PeerSession) -> None:
+    def _guard(self, session: PeerSession, work: Callable[[PeerSession], None]) -> None:
+        """Run `work`. A bug in it costs one link, not the thread that serves all of them."""
+        try:
+            work(session)
+        except Exception as error:
+            log.exception("the link to %s failed", session.peer.node_id)
+            self.lose(session, f"internal error: {type(error).__name__}")
+
+    def _receive(self, session: PeerSession) -> None:
         try:
             frames = session.read()
         except (OSError, PeerFrameError) as error:
             self.lose(session, str(error))
             return
         for kind, body in frames:
-            if session.why:
+            if session.ended:
                 return
             if kind == MESSAGE:
                 self._traffic.counters.add("messages_in")
-                self._call(lambda: self._on_message(session.peer.node_id, body))  # noqa: B023
+                self._call(lambda: self._handlers.on_message(session.peer.node_id, body))  # noqa: B023
             elif kind == GOODBYE:
                 self.lose(session, "the peer closed its end")
 
-    def _guard(self, session: PeerSession, work: Callable[[PeerSession], None]) -> None:
-        """A fault of ours costs one link, not the thread that all of them live on."""
-        try:
-            work(session)
-        except Exception as error:
-            log.exception("the link to %s failed", session.peer.node_id)
-            self.lose(session, f"a fault here: {type(error).__name__}")
-
-    def _tend(self, session: PeerSession) -> None:
-        """Say that we are here, and see whether the peer still is."""
-        if session.why:
+    def _maintain(self, session: PeerSession) -> None:
+        """Send a heartbeat if one is due; end the session if the peer is silent."""
+        if session.ended:
             return
         now = time.monotonic()
-        silent_s = now - session.heard_at
+        silent_s = now - session.received_at
         if silent_s > self._traffic.config.dead_s:
             self.lose(session, f"silent for {silent_s:.1f} s")
             return
-        if now - session.spoke_at >= self._traffic.config.dead_s / BEATS:
+        if now - session.sent_at >= self._traffic.config.dead_s / HEARTBEATS:
             session.send(HEARTBEAT)
-        if session.streams is not None:
-            session.streams.expire(now)
+        session.streams.expire(now)
 
     def _flush(self, session: PeerSession) -> None:
-        """Send what waits; be woken when there is room for the rest."""
-        if session.why:
+        """Send what is queued, and wait for writability if some of it remains."""
+        if session.ended:
             return
         try:
             session.flush()
@@ -334,75 +351,76 @@ class PeerLinks:
             self.lose(session, error.strerror or str(error))
             return
         interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if session.wants_to_send else 0)
-        if self._selector.get_key(session.wire.sock).events != interest:
-            self._selector.modify(session.wire.sock, interest, session)
+        if self._selector.get_key(session.connection.sock).events != interest:
+            self._selector.modify(session.connection.sock, interest, session)
 
-    def _report(self) -> None:
-        """Tell the keeper of links that went and came, in that order."""
+    def _report_links(self) -> None:
+        """Report the sessions that ended and those that arrived, in that order."""
         with self._lock:
             ended, self._ended = self._ended, []
             arrived, self._arrived = self._arrived, []
-        for session, why in ended:
-            session.end(why)
+        for session, reason in ended:
+            session.end(reason)
             node_id = session.peer.node_id
             if self._live.get(node_id) is session:
                 del self._live[node_id]
-                self._selector.unregister(session.wire.sock)
-                self._tell(session, False, why)
+                self._selector.unregister(session.connection.sock)
+                self._report_link(session, False, reason)
             self._close(session)
         for session in arrived:
-            if session.why:
-                continue  # came and went before it was told of
-            session.wire.sock.setblocking(False)
-            self._selector.register(session.wire.sock, selectors.EVENT_READ, session)
+            if session.ended:
+                continue  # It ended before it was reported.
+            session.connection.sock.setblocking(False)
+            self._selector.register(session.connection.sock, selectors.EVENT_READ, session)
             self._live[session.peer.node_id] = session
-            self._tell(session, True, "connected" if session.dialled else "accepted")
-            self._guard(session, self._hear)  # TLS may have read ahead
+            self._report_link(session, True, "connected" if session.dialled else "accepted")
+            self._guard(session, self._receive)  # TLS may have read ahead.
 
     def _close(self, session: PeerSession) -> None:
+        """Close the connection if this thread owns it. Else the thread of the handshake does, after `hand_over`."""
         with self._lock:
-            ours = session.handed_over
-        if ours:
-            session.wire.close()
-        # Otherwise the thread that shakes hands on it finds out by `ready`.
+            owned = session.handed_over
+        if owned:
+            session.connection.close()
 
-    def _tell(self, session: PeerSession, up: bool, reason: str) -> None:
+    def _report_link(self, session: PeerSession, up: bool, reason: str) -> None:
         log.info("link to %s is %s: %s", session.peer.node_id, "up" if up else "down", reason)
-        self._call(lambda: self._on_link(session.peer.node_id, up, reason))
+        self._call(lambda: self._handlers.on_link(session.peer.node_id, up, reason))
 
-    def _call(self, callback: Callable[[], None]) -> None:
+    def _call(self, handler: Callable[[], None]) -> None:
         if self._closing:
             return
         try:
-            callback()
+            handler()
         except Exception:
-            log.exception("a callback of the peers failed")
+            log.exception("a handler of the transport failed")
 
     def _start_dials(self, now: float) -> None:
-        due: list[Peer] = []
         with self._lock:
             if not self._may_dial:
                 return
-            room = MAX_DIALS - sum(known.dialling for known in self._known.values())
-            ripe = [k for k in self._known.values() if k.session is None and not k.dialling and k.dial_at <= now]
-            for known in sorted(ripe, key=lambda known: known.dial_at)[: max(0, room)]:
-                known.dialling = True
-                due.append(known.peer)
-        for peer in due:
-            self._dial(peer)
+            room = MAX_DIALS - sum(link.dialling for link in self._links.values())
+            links = self._links.values()
+            due = [link for link in links if link.session is None and not link.dialling and link.dial_at <= now]
+            due = sorted(due, key=lambda link: link.dial_at)[: max(0, room)]
+            for link in due:
+                link.dialling = True
+            peers = [link.peer for link in due]
+        for peer in peers:
+            self._dialer.start_dial(peer)
 
     def _shut_down(self) -> None:
         with self._lock:
             self._closing = True
-            for known in self._known.values():
-                self._part(known, "closed")
-            gone, self._ended, self._arrived = self._ended, [], []
-        for session, why in gone:
+            for link in self._links.values():
+                self._end_session(link, "closed")
+            ended, self._ended, self._arrived = self._ended, [], []
+        for session, reason in ended:
             if session in self._live.values():
                 session.send(GOODBYE)
                 with suppress(OSError):
                     session.flush()
-            session.end(why)
+            session.end(reason)
             self._close(session)
         self._live.clear()
         self._selector.close()

@@ -1,4 +1,9 @@
-"""One control connection that is up: its keys, what waits to be sent on it, and the streams that depend on it."""
+"""One control connection that is up: its keys, the messages queued on it, and the streams that depend on it.
+
+Invariants:
+- Only the control thread (links.py) reads and flushes; any thread may queue messages.
+- A session ends once. Its connection and all its streams, in both directions, end with it.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +14,54 @@ from collections import deque
 
 from keepstep import faults
 from keepstep.transport.connection import PeerSocket
+from keepstep.transport.fetch import FetchStreams, StreamDialer
 from keepstep.transport.frames import HEARTBEAT, MESSAGE, FrameSigner, FrameVerifier
-from keepstep.transport.handshake import Handshake
+from keepstep.transport.handshake import SessionKeys
 from keepstep.transport.interface import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, MAX_STREAMS, Peer
-from keepstep.transport.streams import FetchStreams
+from keepstep.transport.threads import ThreadGroup
+from keepstep.transport.throttle import Traffic
 
 READ_BYTES = 256 << 10
-READS_A_TURN = 16
-"""a peer that sends without end must not keep the others from being heard"""
-_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+READS_PER_TURN = 16  # So that a peer that sends without end does not delay the others.
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class PeerSession:
-    """Read and flushed by the control thread alone; `send` may be called by anybody."""
+    """The link to one peer, from the end of the handshake on."""
 
-    def __init__(self, wire: PeerSocket, agreement: Handshake, *, dialled: bool) -> None:
-        self.peer: Peer = agreement.peer
+    def __init__(
+        self,
+        connection: PeerSocket,
+        keys: SessionKeys,
+        *,
+        dialled: bool,
+        dialer: StreamDialer,
+        traffic: Traffic,
+        threads: ThreadGroup,
+    ) -> None:
+        """`dialled`: whether this side made the connection."""
+        self.connection = connection
+        self.keys = keys
         self.dialled = dialled
-        self.ident, self.key, from_dialer, from_listener = agreement.keys()
-        self.wire = wire
-        self.streams: FetchStreams | None = None
-        self.why = ""
-        """why it has ended; empty while it has not"""
+        self.streams = FetchStreams(keys, dialer, traffic, threads)
+        self.end_reason = ""
+        # The handshake is complete and the control thread owns the connection. Guarded by the lock of PeerLinks.
         self.handed_over = False
-        """the handshake is through and the control thread has the connection; under the lock of `Links`"""
-        self.heard_at = self.spoke_at = time.monotonic()
-        self._sealer = FrameSigner(from_dialer if dialled else from_listener)
-        self._opener = FrameVerifier(from_listener if dialled else from_dialer)
+        self.received_at = self.sent_at = time.monotonic()
+        self._signer = FrameSigner(keys.from_dialer if dialled else keys.from_listener)
+        self._verifier = FrameVerifier(keys.from_listener if dialled else keys.from_dialer)
         self._lock = threading.Lock()
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
-        self._guests: set[PeerSocket] = set()
+        self._served_streams: set[PeerSocket] = set()
+
+    @property
+    def peer(self) -> Peer:
+        return self.keys.peer
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.end_reason)
 
     @property
     def wants_to_send(self) -> bool:
@@ -52,24 +74,24 @@ class PeerSession:
         """Queue a frame. False: the queue is full, or the session has ended."""
         with self._lock:
             full = self._queued_bytes + len(body) > MAX_QUEUED_BYTES or len(self._queue) >= MAX_QUEUED_MESSAGES
-            if self.why or (full and kind == MESSAGE):
+            if self.ended or (full and kind == MESSAGE):
                 return False
             if kind == HEARTBEAT and self._queue:
-                return True  # whoever does not read what waits will not read this
-            frame = memoryview(self._sealer.seal(kind, body))
+                return True  # The frames that wait already are as good as a heartbeat.
+            frame = memoryview(self._signer.seal(kind, body))
             self._queue.append(frame)
             self._queued_bytes += len(frame)
             return True
 
     def flush(self) -> None:
-        """Send what the connection takes now. Raises OSError when it takes nothing any more."""
+        """Send as much as the connection accepts now. Raises OSError when the connection is broken."""
         while self._queue:
             with self._lock:
                 frame = self._queue[0]
             try:
                 faults.point("peers.control.send")
-                sent = self.wire.sock.send(frame)
-            except _NOT_NOW:
+                sent = self.connection.sock.send(frame)
+            except _WOULD_BLOCK:
                 return
             with self._lock:
                 self._queued_bytes -= sent
@@ -77,50 +99,49 @@ class PeerSession:
                     self._queue[0] = frame[sent:]
                 else:
                     self._queue.popleft()
-            self.spoke_at = time.monotonic()
+            self.sent_at = time.monotonic()
 
     def read(self) -> list[tuple[int, bytes]]:
-        """Frames that have arrived. Raises OSError or FrameError when nothing more can come."""
+        """Frames that have arrived. Raises OSError or PeerFrameError when nothing more can be received."""
         frames: list[tuple[int, bytes]] = []
-        for _ in range(READS_A_TURN):
+        for _ in range(READS_PER_TURN):
             try:
                 faults.point("peers.control.receive")
-                data = self.wire.sock.recv(READ_BYTES)
-            except _NOT_NOW:
+                data = self.connection.sock.recv(READ_BYTES)
+            except _WOULD_BLOCK:
                 return frames
             except OSError as error:
-                data, why = b"", error.strerror or str(error)
+                data, reason = b"", error.strerror or str(error)
             else:
-                why = "the peer closed the connection"
+                reason = "the peer closed the connection"
             if not data:
                 if frames:
-                    return frames  # its last words first; the next look finds the end again
-                raise ConnectionError(why)
-            self.heard_at = time.monotonic()
-            frames += self._opener.feed(data)
+                    return frames  # The next read meets the end again.
+                raise ConnectionError(reason)
+            self.received_at = time.monotonic()
+            frames += self._verifier.feed(data)
         return frames
 
-    def admit(self, wire: PeerSocket) -> bool:
-        """A data connection of this peer. False: the session has ended, or there are too many."""
+    def add_served_stream(self, connection: PeerSocket) -> bool:
+        """Register a data connection of this peer. False: the session has ended, or the peer has too many."""
         with self._lock:
-            if self.why or len(self._guests) >= MAX_STREAMS:
+            if self.ended or len(self._served_streams) >= MAX_STREAMS:
                 return False
-            self._guests.add(wire)
+            self._served_streams.add(connection)
             return True
 
-    def leave(self, wire: PeerSocket) -> None:
+    def remove_served_stream(self, connection: PeerSocket) -> None:
         with self._lock:
-            self._guests.discard(wire)
+            self._served_streams.discard(connection)
 
-    def end(self, why: str) -> None:
-        """By anybody. The control thread closes the connection when it finds out."""
+    def end(self, reason: str) -> None:
+        """End the session, from any thread. The control thread closes the connection later."""
         with self._lock:
-            if self.why:
+            if self.ended:
                 return
-            self.why = why
-            guests = list(self._guests)
-        self.wire.shut()
-        for wire in guests:
-            wire.shut()
-        if self.streams is not None:
-            self.streams.end(f"the link is down: {why}")
+            self.end_reason = reason
+            streams = list(self._served_streams)
+        self.connection.shut()
+        for stream in streams:
+            stream.shut()
+        self.streams.end(f"the link is down: {reason}")

@@ -1,11 +1,15 @@
-"""Keepers over TCP: a control connection per pair, a few streams per peer and direction, nothing before the proof.
+"""The transport over TCP: one control connection per pair of keepers, and a few streams per peer and direction.
 
-    auth.py      who is there            frames.py    what lies on a connection     wire.py   a socket with deadlines
-    door.py      listening               links.py     the control thread            session.py  one link that is up
-    streams.py   fetching                serving.py   giving                        rate.py   caps and counters
+    handshake.py   mutual authentication    frames.py    the wire format         connection.py  a socket with deadlines
+    serve.py       listening and serving    links.py     the control thread      session.py     one link that is up
+    fetch.py       fetching                 throttle.py  rate caps, counters     address.py     which address to use
 
-Threads, all named keepstep-peer-*: `control`, `door`, one `greet-*` per connection that was accepted (it goes on as
-`serve-*` if that is a stream), one `dial-*` per connection being made, one `fetch-*` per stream in use.
+Invariants:
+- Nothing but the handshake is exchanged before both sides have authenticated.
+- Every socket is registered before it connects, so that `close` can shut it down at any time.
+
+Threads, all named keepstep-peer-*: `control`, `listen`, one `accept-*` per accepted connection (it goes on as `serve-*`
+if that is a stream), one `dial-*` per control connection being made, one `fetch-*` per stream in use.
 """
 
 from __future__ import annotations
@@ -13,44 +17,50 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import dataclass
 from typing import Protocol
 
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
 from keepstep.transport.address import listen_on, resolve_address, socket_towards
-from keepstep.transport.connection import PeerSocket, PeerSocketError
-from keepstep.transport.door import Listener
+from keepstep.transport.connection import PeerSocket, PeerSocketError, Tls, channel_binding
 from keepstep.transport.fetch import PendingFetch
 from keepstep.transport.handshake import (
+    ACCEPTED,
     CONTROL,
     DATA,
     HANDSHAKE_S,
     MIN_SECRET_BYTES,
-    STRANGER,
-    WELCOME,
+    UNKNOWN_PEER,
     AuthError,
     DialingHandshake,
+    Handshake,
     KeeperSelf,
     ListeningHandshake,
+    SessionKeys,
     run_key,
 )
-from keepstep.transport.interface import NUM_STREAMS, TIMEOUT_S, Fetched, FetchRequest, OnLink, OnMessage, Peer, Serve
+from keepstep.transport.interface import (
+    NUM_STREAMS,
+    TIMEOUT_S,
+    Fetched,
+    FetchRequest,
+    Peer,
+    TransportHandlers,
+)
 from keepstep.transport.links import PeerLinks
-from keepstep.transport.serve import RequestServer
+from keepstep.transport.serve import Listener, RequestServer
 from keepstep.transport.session import PeerSession
-from keepstep.transport.streams import FetchStreams
 from keepstep.transport.threads import ThreadGroup
-from keepstep.transport.tls import Tls, channel_binding
-from keepstep.transport.traffic import Traffic
+from keepstep.transport.throttle import Traffic
 
 log = logging.getLogger("keepstep")
 
 
 class KeeperName(Protocol):
-    """Who this keeper is: a Peer, a NodeCard, anything with these two."""
+    """Identity of this keeper: a Peer, a NodeCard, anything with these two."""
 
     @property
     def node_id(self) -> str: ...
@@ -59,8 +69,20 @@ class KeeperName(Protocol):
     def instance(self) -> str: ...
 
 
+@dataclass(frozen=True)
+class TcpOptions:
+    """Settings beside the configuration."""
+
+    towards: str = ""  # With no address configured: listen on the one that leads to this host.
+    # How many authenticated peers may be linked that `set_peers` has not named: replaced keepers, and keepers that
+    # look for what this one holds.
+    max_unlisted_peers: int = 0
+    num_streams: int = NUM_STREAMS
+    timeout_s: float = TIMEOUT_S
+
+
 class TcpTransport:
-    """`Peers` over TCP. Listens from construction on; authenticates nobody before it has a secret."""
+    """`Transport` over TCP. Listens from construction on; authenticates no peer before it has a secret."""
 
     def __init__(
         self,
@@ -68,37 +90,26 @@ class TcpTransport:
         run_id: str,
         secret: bytes,
         config: PeersConfig,
+        handlers: TransportHandlers,
         *,
-        on_message: OnMessage,
-        on_link: OnLink,
-        serve: Serve,
-        towards: str = "",
-        max_guests: int = 0,
-        num_streams: int = NUM_STREAMS,
-        timeout_s: float = TIMEOUT_S,
+        options: TcpOptions = TcpOptions(),
     ) -> None:
-        """`secret` may be empty: `admit` comes later. `towards`: with no address set, the one that leads there.
-
-        `max_guests`: how many authenticated peers may come that `meet` has not named, or another instance of one
-        that it has: a keeper that took another one's place, or one that looks for what we hold.
-        """
+        """`secret` may be empty: `admit` follows then."""
         self._self = KeeperSelf(me.node_id, me.instance, run_id)
         self._key: bytes | None = None
-        self._traffic = Traffic(config, num_streams=num_streams, timeout_s=timeout_s)
-        self._serve = serve
-        self._crew = ThreadGroup()
+        self._traffic = Traffic(config, num_streams=options.num_streams, timeout_s=options.timeout_s)
+        self._handlers = handlers
+        self._threads = ThreadGroup()
         self._closed = False
         self._lock = threading.Lock()
-        self._making: set[PeerSocket] = set()
-        """control connections that are being made, so that `close` need not wait for them"""
+        self._connecting: set[PeerSocket] = set()  # Control connections: `close` shuts them down.
         self._tls = Tls.of(config)
-        listener = listen_on(resolve_address(config.address, towards=towards), config.port)
-        self._address, self._port = listener.getsockname()[:2]
-        self._door = Listener(listener, self._greet, self._crew, timeout_s=timeout_s)
+        listening = listen_on(resolve_address(config.address, towards=options.towards), config.port)
+        self._address, self._port = listening.getsockname()[:2]
+        self._listener = Listener(listening, self._accept, self._threads, timeout_s=options.timeout_s)
         self._links = PeerLinks(
-            me.node_id, self._traffic, dial=self._start_dial, on_message=on_message, on_link=on_link,
-            max_guests=max_guests,
-        )  # fmt: skip
+            me.node_id, self._traffic, handlers, dialer=self, max_unlisted_peers=options.max_unlisted_peers
+        )
         log.info(
             "peers reach this keeper at %s port %d (peers.address = %r)%s",
             self._address, self._port, config.address, ", TLS" if self._tls else "",
@@ -106,19 +117,17 @@ class TcpTransport:
         try:
             if secret:
                 self.admit(secret)
-            self._crew.start("control", self._links.run)
-            self._door.open()
+            self._threads.start("control", self._links.run)
+            self._listener.open()
         except BaseException:
             self.close()
-            listener.close()
+            listening.close()
             raise
 
     def card_address(self) -> tuple[str, int]:
-        """Where peers reach us."""
         return self._address, self._port
 
     def admit(self, secret: bytes) -> None:
-        """From now on peers are authenticated with this secret. Links made with another one end."""
         if len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(
                 f"a secret of {len(secret)} bytes is too short: {MIN_SECRET_BYTES} at least",
@@ -127,11 +136,11 @@ class TcpTransport:
         key = run_key(secret, self._self.run_id)
         changed, self._key = self._key not in (None, key), key
         if changed:
-            self._links.part_all("another secret")
+            self._links.end_all("the secret has changed")
         self._links.start_dialling()
 
-    def meet(self, peers: Sequence[Peer]) -> None:
-        self._links.meet(peers)
+    def set_peers(self, peers: Sequence[Peer]) -> None:
+        self._links.set_peers(peers)
 
     def send(self, node_id: str, message: bytes) -> bool:
         return self._links.send(node_id, message)
@@ -139,7 +148,7 @@ class TcpTransport:
     def fetch(self, request: FetchRequest) -> Future[Fetched]:
         fetch = PendingFetch(request)
         session = self._links.session(request.node_id)
-        if session is None or session.streams is None:
+        if session is None:
             fetch.fail_waiting("closed" if self._closed else "the link is down", lost=True)
         else:
             session.streams.submit(fetch)
@@ -157,153 +166,147 @@ class TcpTransport:
             if self._closed:
                 return
             self._closed = True
-            for wire in self._making:
-                wire.shut()
-        self._door.close()
+            for connection in self._connecting:
+                connection.shut()
+        self._listener.close()
         self._links.close()
-        left = self._crew.join()
-        if left:
-            log.warning("closed, but these do not return: %s", ", ".join(left))
+        running = self._threads.join()
+        if running:
+            log.warning("the transport is closed, but these threads still run: %s", ", ".join(running))
 
-    # --- connections we make --------------------------------------------------------------------------------------
+    # --- connections that this side makes -------------------------------------------------------------------------
 
-    def _start_dial(self, peer: Peer) -> None:
+    def start_dial(self, peer: Peer) -> None:
+        """Make a control connection on a thread of its own (LinkDialer)."""
         try:
-            self._crew.start(f"dial-{peer.node_id}", lambda: self._dial_control(peer))
+            self._threads.start(f"dial-{peer.node_id}", lambda: self._dial(peer))
         except RuntimeError as error:
             self._links.dialled(peer, str(error))
 
-    def _dial_control(self, peer: Peer) -> None:
-        made: list[PeerSocket] = []
-        complaint = "failed"
+    def _dial(self, peer: Peer) -> None:
+        connection: PeerSocket | None = None
+        failure = "failed"
         try:
-            complaint = self._try_control(peer, made)
-        except (PeerSocketError, AuthError) as error:
-            complaint = str(error)
-        finally:
+            connection = self._new_socket(peer)
             with self._lock:
-                self._making.difference_update(made)
-            self._links.dialled(peer, complaint)
+                self._connecting.add(connection)
+                if self._closed:
+                    connection.shut()
+            self._dial_control(connection, peer)
+            failure = ""
+        except (PeerSocketError, AuthError) as error:
+            failure = str(error)
+        finally:
+            if connection is not None:
+                with self._lock:
+                    self._connecting.discard(connection)
+            self._links.dialled(peer, failure)
 
-    def _being_made(self, made: list[PeerSocket], wire: PeerSocket) -> None:
-        made.append(wire)
-        with self._lock:
-            self._making.add(wire)
-            if self._closed:
-                wire.shut()
-
-    def _try_control(self, peer: Peer, made: list[PeerSocket]) -> str:
-        assert self._key is not None  # nobody dials before `admit`
+    def _dial_control(self, connection: PeerSocket, peer: Peer) -> None:
+        assert self._key is not None  # Dialling starts after `admit`.
         deadline = time.monotonic() + HANDSHAKE_S
-        wire = self._connect(peer, deadline, partial(self._being_made, made))
-        kept = handed_over = False
+        adopted = handed_over = False
         try:
-            dialing = DialingHandshake(wire, self._self, CONTROL, binding=channel_binding(wire), deadline=deadline)
-            dialing.shake(self._key, peer)
+            self._connect(connection, peer, deadline)
+            binding = channel_binding(connection)
+            handshake = DialingHandshake(connection, self._self, CONTROL, binding=binding, deadline=deadline)
+            handshake.authenticate(self._key, peer)
             decides = self._self.node_id < peer.node_id
             if not decides:
-                dialing.confirm(True)
-            session = self._session(wire, dialing, dialled=True)
-            kept = self._links.adopt(session)
+                handshake.send_confirmation(True)
+            session = self._session(connection, handshake, dialled=True)
+            adopted = self._links.adopt(session)
             if decides:
-                dialing.confirm(kept)
-            handed_over = kept and self._links.ready(session)
+                handshake.send_confirmation(adopted)
+            handed_over = adopted and self._links.hand_over(session)
         except (PeerSocketError, AuthError) as error:
-            if kept:
+            if adopted:
                 self._links.lose(session, str(error))
             raise
         finally:
             if not handed_over:
-                wire.close()
-        return ""
+                connection.close()
 
-    def _connect(self, peer: Peer, deadline: float, show: Callable[[PeerSocket], None]) -> PeerSocket:
-        """Shown before anything is waited for, so that it can be stopped. Closed here if it fails."""
+    def new_stream(self, keys: SessionKeys) -> PeerSocket:
+        """A socket for a data connection, not connected yet (StreamDialer)."""
+        return self._new_socket(self._links.listed_peer(keys.peer.node_id, keys.ident))
+
+    def connect_stream(self, connection: PeerSocket, keys: SessionKeys, deadline: float) -> None:
+        """Connect a data connection with the keys of its session (StreamDialer)."""
+        peer = self._links.listed_peer(keys.peer.node_id, keys.ident)
+        deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
+        self._connect(connection, peer, deadline)
+        binding = channel_binding(connection)
+        handshake = DialingHandshake(connection, self._self, DATA, binding=binding, deadline=deadline)
+        handshake.authenticate(keys.key, peer, keys.ident)
+
+    def _new_socket(self, peer: Peer) -> PeerSocket:
         try:
             sock = socket_towards(peer.address, source=self._address)
         except OSError as error:
             raise PeerSocketError(f"cannot connect from {self._address}: {error.strerror}") from None
-        wire = PeerSocket(sock, timeout_s=self._traffic.timeout_s)
-        show(wire)
+        return PeerSocket(sock, timeout_s=self._traffic.timeout_s)
+
+    def _connect(self, connection: PeerSocket, peer: Peer, deadline: float) -> None:
+        connection.connect((peer.address, peer.port), timeout_s=deadline - time.monotonic())
+        if self._tls is not None:
+            self._tls.secure(connection, server=False, timeout_s=deadline - time.monotonic())
+
+    def _session(self, connection: PeerSocket, handshake: Handshake, *, dialled: bool) -> PeerSession:
+        return PeerSession(
+            connection, handshake.keys(),
+            dialled=dialled, dialer=self, traffic=self._traffic, threads=self._threads,
+        )  # fmt: skip
+
+    # --- connections that peers make ------------------------------------------------------------------------------
+
+    def _accept(self, connection: PeerSocket, host: str) -> None:
+        """Authenticate a connection, and use it until it ends or becomes a link."""
+        is_link = False
         try:
-            wire.connect((peer.address, peer.port), timeout_s=deadline - time.monotonic())
-            if self._tls is not None:
-                self._tls.secure(wire, server=False, timeout_s=deadline - time.monotonic())
-        except BaseException:
-            wire.close()
-            raise
-        return wire
-
-    def _session(
-        self, wire: PeerSocket, agreement: DialingHandshake | ListeningHandshake, *, dialled: bool
-    ) -> PeerSession:
-        session = PeerSession(wire, agreement, dialled=dialled)
-
-        def dial(deadline: float, show: Callable[[PeerSocket], None]) -> PeerSocket:
-            return self._dial_data(session, deadline, show)
-
-        session.streams = FetchStreams(session.peer.node_id, dial, self._traffic, self._crew)
-        return session
-
-    def _dial_data(self, session: PeerSession, deadline: float, show: Callable[[PeerSocket], None]) -> PeerSocket:
-        peer = self._links.peer_of(session)
-        deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
-        wire = self._connect(peer, deadline, show)
-        try:
-            dialing = DialingHandshake(wire, self._self, DATA, binding=channel_binding(wire), deadline=deadline)
-            dialing.shake(session.key, peer, session.ident)
-        except BaseException:
-            wire.close()
-            raise
-        return wire
-
-    # --- connections made to us -----------------------------------------------------------------------------------
-
-    def _greet(self, wire: PeerSocket, host: str, proved: Callable[[], None]) -> None:
-        keep = False
-        try:
-            keep = self._welcome(wire, proved)
+            is_link = self._authenticate(connection)
         except (PeerSocketError, AuthError) as error:
             if not self._closed:
                 self._traffic.counters.add("strangers")
-                self._door.turned_away(host, str(error))
+                self._listener.log_rejected(host, str(error))
         finally:
-            if not keep:
-                wire.close()
+            if not is_link:
+                connection.close()
 
-    def _welcome(self, wire: PeerSocket, proved: Callable[[], None]) -> bool:
+    def _authenticate(self, connection: PeerSocket) -> bool:
         """True when the connection has become a link: the control thread closes it then."""
         deadline = time.monotonic() + HANDSHAKE_S
         if self._tls is not None:
-            self._tls.secure(wire, server=True, timeout_s=HANDSHAKE_S)
-        heard = ListeningHandshake.hear(
-            wire, self._self, key_of=self._key_of, binding=channel_binding(wire), deadline=deadline
+            self._tls.secure(connection, server=True, timeout_s=HANDSHAKE_S)
+        handshake = ListeningHandshake.accept(
+            connection, self._self, key_of=self._key_of, binding=channel_binding(connection), deadline=deadline
         )
-        if heard.kind == DATA:
-            self._welcome_stream(wire, heard, proved)
+        if handshake.kind == DATA:
+            self._serve_stream(connection, handshake)
             return False
-        ruling = self._links.ruling(heard.peer)
-        heard.rule(ruling)
-        if ruling != WELCOME or not heard.confirmed():
+        verdict = self._links.verdict(handshake.peer)
+        handshake.send_verdict(verdict)
+        if verdict != ACCEPTED or not handshake.receive_confirmation():
             return False
-        session = self._session(wire, heard, dialled=False)
-        return self._links.adopt(session) and self._links.ready(session)
+        session = self._session(connection, handshake, dialled=False)
+        return self._links.adopt(session) and self._links.hand_over(session)
 
-    def _welcome_stream(self, wire: PeerSocket, heard: ListeningHandshake, proved: Callable[[], None]) -> None:
-        session = self._links.session_by(heard.session)
-        if session is None or not session.is_of(heard.peer) or not session.admit(wire):
-            heard.rule(STRANGER)
+    def _serve_stream(self, connection: PeerSocket, handshake: ListeningHandshake) -> None:
+        peer, session = handshake.peer, self._links.session_by(handshake.session)
+        if session is None or not session.is_of(peer) or not session.add_served_stream(connection):
+            handshake.send_verdict(UNKNOWN_PEER)
             return
         try:
-            heard.rule(WELCOME)
-            proved()
-            threading.current_thread().name = f"keepstep-peer-serve-{heard.peer.node_id}"
-            RequestServer(heard.peer.node_id, self._serve, self._traffic, lambda: bool(session.why)).run(wire)
+            handshake.send_verdict(ACCEPTED)
+            self._listener.authenticated(connection)
+            threading.current_thread().name = f"keepstep-peer-serve-{peer.node_id}"
+            RequestServer(session, self._handlers.serve, self._traffic).run(connection)
         finally:
-            session.leave(wire)
+            session.remove_served_stream(connection)
 
     def _key_of(self, kind: int, ident: bytes) -> bytes | None:
+        """The key for the handshake of a connection: the run's, or that of the session a stream belongs to."""
         if kind == CONTROL:
             return self._key
         session = self._links.session_by(ident)
-        return session.key if session is not None else None
+        return session.keys.key if session is not None else None

@@ -1,4 +1,4 @@
-"""The threads of a transport: named, counted, and gone when it is closed."""
+"""Threads of a transport: named, counted, and joined when it closes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 
 log = logging.getLogger("keepstep")
-JOIN_S = 10.0
-"""how long `close` waits for callbacks that do not return; past that it says whose they are"""
+JOIN_S = 10.0  # `close` waits this long for handlers that do not return, then logs the threads they block
 
 
 class ThreadGroup:
@@ -20,7 +19,7 @@ class ThreadGroup:
         self._threads: set[threading.Thread] = set()
 
     def start(self, name: str, work: Callable[[], None]) -> None:
-        """Raises RuntimeError when the system has no thread to give."""
+        """Start a thread. Raises RuntimeError when the system cannot create one."""
 
         def run() -> None:
             try:
@@ -32,17 +31,17 @@ class ThreadGroup:
                     self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name=f"keepstep-peer-{name}", daemon=True)
-        with self._lock:  # `join` must not find one that has not begun, and `run` ends by taking the lock
+        with self._lock:  # `join` must not see a thread before it started, and `run` ends by taking the lock.
             thread.start()
             self._threads.add(thread)
 
     def join(self, timeout_s: float = JOIN_S) -> list[str]:
-        """Wait for everybody but the caller. Names of those that are still there."""
+        """Wait for all threads but the caller. Returns the names of those that still run."""
         deadline = time.monotonic() + timeout_s
-        me = threading.current_thread()
+        caller = threading.current_thread()
         while True:
             with self._lock:
-                others = [thread for thread in self._threads if thread is not me]
+                others = [thread for thread in self._threads if thread is not caller]
             if not others or time.monotonic() >= deadline:
                 return [thread.name for thread in others]
             others[0].join(min(0.2, max(0.0, deadline - time.monotonic())))

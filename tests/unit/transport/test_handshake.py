@@ -14,10 +14,10 @@ import pytest
 
 from keepstep.transport import handshake
 from keepstep.transport.handshake import (
+    ACCEPTED,
+    ALREADY_LINKED,
     CONTROL,
     DATA,
-    NOT_NOW,
-    WELCOME,
     AuthError,
     DialingHandshake,
     KeeperSelf,
@@ -81,7 +81,12 @@ class Setting:
     dialer_binding: bytes = b""
     listener_binding: bytes = b""
     kind: int = CONTROL
-    ruling: int = WELCOME
+    verdict: int = ACCEPTED
+
+
+def secret_keys(handshake: Any) -> tuple[bytes, bytes, bytes]:
+    keys = handshake.keys()
+    return keys.key, keys.from_dialer, keys.from_listener
 
 
 def shake(setting: Setting, near: Pipe, far: Pipe) -> tuple[Any, Any]:
@@ -92,18 +97,18 @@ def shake(setting: Setting, near: Pipe, far: Pipe) -> tuple[Any, Any]:
     def dial() -> Any:
         s = setting
         dialing = DialingHandshake(near, s.dialer, s.kind, binding=s.dialer_binding, deadline=deadline)
-        dialing.shake(s.dialer_key, Peer(s.means.node_id, s.means.instance), b"s" * 16)
-        dialing.confirm(True)
+        dialing.authenticate(s.dialer_key, Peer(s.means.node_id, s.means.instance), b"s" * 16)
+        dialing.send_confirmation(True)
         return dialing
 
     def listen() -> Any:
         s = setting
-        heard = ListeningHandshake.hear(
+        listening = ListeningHandshake.accept(
             far, s.listener, key_of=lambda *_: s.listener_key, binding=s.listener_binding, deadline=deadline
         )
-        heard.rule(s.ruling)
-        assert heard.confirmed()
-        return heard
+        listening.send_verdict(s.verdict)
+        assert listening.receive_confirmation()
+        return listening
 
     def run(index: int, work: Callable[[], Any], line: Pipe) -> None:
         try:
@@ -134,12 +139,13 @@ def failed(outcome: Any) -> bool:
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
 def test_two_that_share_the_secret_agree_on_keys_that_nobody_had_before(kind: int) -> None:
     dialer, listener, near, far = attempt(kind=kind)
-    assert dialer.keys() == listener.keys()
+    assert secret_keys(dialer) == secret_keys(listener)
+    assert dialer.keys().ident == listener.keys().ident
     assert listener.peer == Peer("node-a", "node-a-instance-1")
-    assert len(set(dialer.keys())) == 4
+    assert len({dialer.keys().ident, *secret_keys(dialer)}) == 4
     again, _, _, _ = attempt(kind=kind)
-    assert not set(again.keys()) & set(dialer.keys())
-    assert not any(key in b"".join(near.written + far.written) for key in dialer.keys()[1:])
+    assert not {again.keys().ident, *secret_keys(again)} & {dialer.keys().ident, *secret_keys(dialer)}
+    assert not any(key in b"".join(near.written + far.written) for key in secret_keys(dialer))
 
 
 @pytest.mark.parametrize(
@@ -184,17 +190,17 @@ def test_versions_must_be_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dialer_that_is_not_welcome_learns_so_and_nobody_else_can_say_it() -> None:
-    dialer, _, _, _ = attempt(ruling=NOT_NOW)
+    dialer, _, _, _ = attempt(verdict=ALREADY_LINKED)
     assert "already" in str(dialer)
     near, far = Pipe.pair()
-    far.mangle = lambda index, data: bytes([NOT_NOW]) + data[1:] if index == 1 else data
+    far.mangle = lambda index, data: bytes([ALREADY_LINKED]) + data[1:] if index == 1 else data
     dialer, _ = shake(Setting(), near, far)
     assert "wrong proof" in str(dialer)
 
 
 def test_a_confirmation_cannot_be_turned_around() -> None:
     near, far = Pipe.pair()
-    near.mangle = lambda index, data: bytes([NOT_NOW]) + data[1:] if index == 2 else data
+    near.mangle = lambda index, data: bytes([ALREADY_LINKED]) + data[1:] if index == 2 else data
     _, listener = shake(Setting(), near, far)
     assert "wrong proof" in str(listener)
 
@@ -214,7 +220,7 @@ def test_a_challenge_thrown_back_at_the_listener_fails() -> None:
 
     def listen() -> None:
         try:
-            ListeningHandshake.hear(
+            ListeningHandshake.accept(
                 far, B, key_of=lambda *_: Setting.listener_key, binding=b"", deadline=time.monotonic() + 5
             )
         except (AuthError, Hangup) as error:
@@ -245,7 +251,7 @@ def test_a_recorded_handshake_is_worth_nothing() -> None:
         replayed.write(data)
     replayed.hang_up()
     with pytest.raises(AuthError, match="wrong proof"):
-        ListeningHandshake.hear(
+        ListeningHandshake.accept(
             fresh, B, key_of=lambda *_: Setting.listener_key, binding=b"", deadline=time.monotonic() + 5
         )
     # To a dialer: everything the listener said.
@@ -254,7 +260,7 @@ def test_a_recorded_handshake_is_worth_nothing() -> None:
         replayed.write(data)
     replayed.hang_up()
     with pytest.raises(AuthError, match="wrong proof"):
-        DialingHandshake(fresh, A, CONTROL, binding=b"", deadline=time.monotonic() + 5).shake(
+        DialingHandshake(fresh, A, CONTROL, binding=b"", deadline=time.monotonic() + 5).authenticate(
             Setting.dialer_key, Peer(B.node_id, B.instance)
         )
 
@@ -273,7 +279,7 @@ def test_a_stranger_learns_neither_run_nor_node() -> None:
 def test_the_key_of_another_session_opens_no_stream() -> None:
     one, _, _, _ = attempt()
     other, _, _, _ = attempt()
-    dialer, listener, _, _ = attempt(kind=DATA, dialer_key=one.keys()[1], listener_key=other.keys()[1])
+    dialer, listener, _, _ = attempt(kind=DATA, dialer_key=one.keys().key, listener_key=other.keys().key)
     assert failed(dialer)
     assert failed(listener)
 
@@ -307,4 +313,4 @@ def test_an_identity_without_bounds_is_not_read() -> None:
     line.write(handshake._HELLO.pack(b"KSPR", handshake.VERSION, CONTROL, b"n" * 32, handshake.NO_SESSION))
     line.write(b"\xff\xff")
     with pytest.raises(AuthError, match="65535 bytes"):
-        ListeningHandshake.hear(far, B, key_of=lambda *_: b"k" * 32, binding=b"", deadline=time.monotonic() + 5)
+        ListeningHandshake.accept(far, B, key_of=lambda *_: b"k" * 32, binding=b"", deadline=time.monotonic() + 5)

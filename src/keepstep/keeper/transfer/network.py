@@ -46,14 +46,14 @@ from keepstep.layout import ReplicaSet
 from keepstep.parity.cost_model import WINDOW_BYTES
 from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.recovery.inventory import ParitySet, SetKey
-from keepstep.transport.interface import TIMEOUT_S, Peer, Transport
-from keepstep.transport.tcp import TcpTransport
+from keepstep.transport.interface import TIMEOUT_S, Peer, Transport, TransportHandlers
+from keepstep.transport.tcp import TcpOptions, TcpTransport
 from keepstep.types import Version
 
 log = logging.getLogger("keepstep.keeper")
 JOIN_S = 5.0
 SEAT = "peers.json"
-MAX_GUESTS = 64
+MAX_UNLISTED_PEERS = 64
 
 
 class KeeperAddress(msgspec.Struct, frozen=True):
@@ -127,7 +127,8 @@ class KeeperNetwork:
                 return TcpTransport(
                     Peer(self._identity.node_id, seat.instance), self._identity.run_id, b"",
                     replace(config.peers, port=port),
-                    on_message=self._message, on_link=self._link, serve=self.shelf.serve, max_guests=MAX_GUESTS,
+                    TransportHandlers(on_message=self._message, on_link=self._link, serve=self.shelf.serve),
+                    options=TcpOptions(max_unlisted_peers=MAX_UNLISTED_PEERS),
                 )  # fmt: skip
             except ConfigError:
                 if port == config.peers.port:
@@ -164,7 +165,7 @@ class KeeperNetwork:
             self._secret = effect.secret
             if self._cut is None:
                 self.peers.admit(effect.secret)
-        self.peers.meet([Peer(c.node_id, c.instance, c.address, c.port) for c in effect.cards])
+        self.peers.set_peers([Peer(c.node_id, c.instance, c.address, c.port) for c in effect.cards])
 
     def cut(self, seconds: float) -> None:
         """A drill: all links end, and no peer is known again until the time is over. The last cut counts.
