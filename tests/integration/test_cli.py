@@ -540,7 +540,7 @@ def test_watch_looks_until_interrupted_and_outlives_the_keeper(node: Node, form:
     )  # fmt: skip
     assert watching.stdout is not None
     first = watching.stdout.readline()
-    assert (json.loads(first)["run_id"] == "run-a") if form else first.startswith("No trainer has come")
+    assert (json.loads(first)["run_id"] == "run-a") if form else first.startswith("No trainer has registered")
     os.kill(pid, signal.SIGKILL)
     _eventually(lambda: "error: " in watching.stdout.readline())
     node.keeper()
@@ -561,7 +561,7 @@ def test_watch_draws_on_a_terminal_until_interrupted(node: Node) -> None:
     os.close(theirs)
     with os.fdopen(ours, "rb", buffering=0) as screen:
         seen = b""
-        while seen.count(b"No trainer has come") < 3:
+        while seen.count(b"No trainer has registered") < 3:
             seen += screen.read(4096)
         watching.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # EIO: the other side has closed
@@ -586,7 +586,7 @@ def make_status(*, step: int | None = 5, progress: int = 5, alive: bool = True, 
         (make_status(step=None, progress=-1), "would cost the start of the run"),
         (make_status(alive=False, lease=9), "No trainer and no launcher lives; step 5 is held for another 9 s."),
         (make_status(alive=False), "No trainer lives; step 5 is held until the launcher starts them again."),
-        (msgspec.structs.replace(make_status(), ranks=[]), "No trainer has come yet"),
+        (msgspec.structs.replace(make_status(), ranks=[]), "No trainer has registered yet"),
     ],
 )
 def test_the_headline_says_what_a_crash_would_cost(status: Status, sentence: str) -> None:
@@ -632,7 +632,7 @@ def test_inspect_lists_the_tensors_of_a_snapshot(node: Node) -> None:
     done = node.cli("inspect", "--entries", "--step", "0")
     assert "step 0" in done.stdout
     assert "model.[bias]" in done.stdout
-    assert_error(node.cli("inspect", "--entries", "--rank", "5"), "no sealed snapshot like that")
+    assert_error(node.cli("inspect", "--entries", "--rank", "5"), "no such sealed snapshot")
 
 
 def test_inspect_of_a_keeper_without_trainers_says_that_nothing_is_held(node: Node) -> None:
@@ -776,7 +776,7 @@ def test_release_is_refused_while_a_trainer_lives_unless_forced(node: Node) -> N
     assert_error(node.cli("release"), str(job.pids[0]), "--force")
     done = node.cli("release", "--force")
     assert done.returncode == 0
-    assert "when 1 process that held it too lets go" in done.stdout
+    assert "when 1 other process closes it" in done.stdout
     assert is_gone(pid)
 
 
@@ -791,9 +791,9 @@ def test_release_of_all_leaves_runs_alone_that_are_in_use(node: Node) -> None:
     assert done.returncode == 0, done.stdout
     lines = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"run 'run-{x}' (node 'node-a')" for x in "abc"]
-    assert "in use, left alone" in lines[0]
+    assert "in use, not released" in lines[0]
     assert is_gone(leased)
-    assert "what it left is removed" in lines[2]
+    assert "its files are removed" in lines[2]
     assert [run["run_id"] for run in node.json("status", "--all")] == ["run-a"]
 
 
@@ -808,8 +808,8 @@ def test_release_sweeps_what_a_killed_keeper_left(node: Node) -> None:
 
 
 def test_release_says_who_still_holds_the_memory() -> None:
-    assert str(Released(3 << 30, 0)) == "its keeper is gone, 3.0 GiB of memory are free"
-    assert str(Released(3 << 30, 2)).endswith("are free when 2 that held it too let go")
+    assert str(Released(3 << 30, 0)) == "its keeper has ended, 3.0 GiB of memory are free"
+    assert str(Released(3 << 30, 2)).endswith("are free when 2 other processes close it")
 
 
 # drill: processes
@@ -821,7 +821,7 @@ def test_kill_trainer_kills_the_one_rank_that_was_named(node: Node) -> None:
     done = node.cli("drill", "kill-trainer", "--rank", "1", "--yes")
     assert done.returncode == 0, done.stderr
     assert f"killed rank 1 (pid {job.pids[1]})" in done.stdout
-    assert "restore() gives step 0" in done.stdout
+    assert "restore() restores step 0" in done.stdout
     assert job.processes[1].wait(WAIT_S) == -signal.SIGKILL
     assert job.processes[0].poll() is None
     assert_error(node.cli("drill", "kill-trainer", "--rank", "1", "--yes"), "no trainer of rank 1")
@@ -850,7 +850,10 @@ def test_a_drill_asks_first(node: Node) -> None:
 
 def assert_error_ends_with_yes(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-2:] == ["error: nobody is there to confirm it", "try: --yes"]
+    assert done.stderr.splitlines()[-2:] == [
+        "error: the drill needs a confirmation, and there is no terminal",
+        "try: --yes",
+    ]
 
 
 def test_kill_keeper_kills_the_keeper_only(node: Node) -> None:
@@ -866,14 +869,14 @@ def test_kill_keeper_kills_the_keeper_only(node: Node) -> None:
 
 def test_kill_keeper_warns_when_nobody_else_holds_the_memory(node: Node) -> None:
     node.keeper()
-    assert "NOBODY ELSE HOLDS THE MEMORY" in node.cli("drill", "kill-keeper", given="n\n").stdout
+    assert "NO OTHER PROCESS HOLDS THE MEMORY" in node.cli("drill", "kill-keeper", given="n\n").stdout
 
 
 def test_kill_node_is_refused_while_nothing_of_it_would_be_left(node: Node) -> None:
     job = node.job()
     job.do("take", 0)
     done = node.cli("drill", "kill-node", "--yes")
-    assert_error(done, "a disaster", "no version is protected", "--force")
+    assert_error(done, "would lose its state", "no version is protected", "--force")
     assert job.processes[0].poll() is None
 
 
@@ -920,7 +923,7 @@ def test_keeper_in_the_foreground_serves_until_it_is_told_to_end(node: Node) -> 
 
 
 def test_a_keeper_without_a_run_id_is_refused(node: Node) -> None:
-    assert_error(node.process("keeper"), "which run it serves", "--run-id")
+    assert_error(node.process("keeper"), "has no run id", "--run-id")
     assert_error(node.process("keeper", "--run-id", "none"), "torchrun's default")
 
 
@@ -930,7 +933,7 @@ def test_a_keeper_without_a_run_id_is_refused(node: Node) -> None:
 def test_doctor_finds_this_machine_fit(node: Node) -> None:
     done = node.cli("doctor")
     assert done.returncode == 0, done.stdout
-    assert "nothing stands in the way" in done.stdout
+    assert "no problem was found" in done.stdout
     report = node.json("doctor")
     assert report["ok"]
     names = [finding["name"] for finding in report["findings"]]

@@ -1,8 +1,8 @@
-"""What the commands share: which run is meant, and how its keeper is asked. Nothing here prints.
+"""Find the run that a command is about, and connect to its keeper. Nothing here prints.
 
-A run of this user is known by the card that its keeper leaves in the runtime directory. The directory
-must be private, as the keeper demands it: a stranger's cards would name processes that drills kill.
-Every question has a deadline: `ANSWER_S` for the status, `REQUEST_S` on the control socket.
+Every keeper writes a card into the runtime directory, which names its run. The directory must be private, as
+for the keeper: cards of another user could name processes that drills kill. Every request has a deadline:
+`ANSWER_S` for the status, `REQUEST_S` on the control socket.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity, identify, runtime_dir
 from keepstep.types import Status
 
-PROBE_S = 1.0
-"""To see whether anybody listens at a card's socket."""
+PROBE_S = 1.0  # to connect to the socket of a card
 MAX_CARD_BYTES = 4096
 
 
 class Card(msgspec.Struct, frozen=True):
-    """`keeper.json`: whose directory it lies in."""
+    """`keeper.json`: the run, node and process of a keeper's directory."""
 
     run_id: str
     node_id: str
@@ -49,22 +48,23 @@ class KnownRun:
 
     identity: Identity
     card: Card
-    alive: bool
-    """False: its keeper was killed and nobody has started another one"""
+    alive: bool  # False: its keeper was killed, and no other one was started
 
     def __str__(self) -> str:
         return f"{self.identity.run_id!r} (node {self.identity.node_id!r})"
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
-    """The options that say which run is meant."""
-    parser.add_argument("--run-id", metavar="NAME", help="the run (default: KEEPSTEP_RUN_ID, else the only one there)")
+    """Add the options that choose a run."""
+    parser.add_argument("--run-id", metavar="NAME", help="the run (default: KEEPSTEP_RUN_ID, else the only run)")
     parser.add_argument("--node-id", metavar="NAME", help="the node (default: KEEPSTEP_NODE_ID, else the host name)")
-    parser.add_argument("--runtime-dir", metavar="PATH", help="where keepers are met (default: KEEPSTEP_RUNTIME_DIR)")
+    parser.add_argument(
+        "--runtime-dir", metavar="PATH", help="directory of the keepers' sockets (default: KEEPSTEP_RUNTIME_DIR)"
+    )
 
 
 def settings(args: argparse.Namespace) -> Config:
-    """The settings in force, with what the command line says about the run on top."""
+    """The settings in force; the options of the command line override the others."""
     return _settings(args.run_id, args.node_id, args.runtime_dir)
 
 
@@ -73,11 +73,11 @@ def _settings(run_id: str | None, node_id: str | None, directory: str | Path | N
     return resolve(Config(**{name: value for name, value in named.items() if value is not None}))  # type: ignore[arg-type]
 
 
-# Which run
+# Find a run
 
 
 def find_runs(config: Config) -> list[KnownRun]:
-    """Every run of this user on this node that has left a card, dead keepers included."""
+    """Every run of this user on this node that has a card, also of dead keepers."""
     directory = runtime_dir(config)
     if not directory.exists():
         return []
@@ -87,7 +87,7 @@ def find_runs(config: Config) -> list[KnownRun]:
 
 
 def find_meant(config: Config) -> list[KnownRun]:
-    """Of those, the ones that the settings can mean."""
+    """The runs that match the settings."""
     return [
         run
         for run in find_runs(config)
@@ -96,7 +96,7 @@ def find_meant(config: Config) -> list[KnownRun]:
 
 
 def choose(args: argparse.Namespace) -> Identity:
-    """The run that the arguments, the environment, or the lack of any other run mean."""
+    """The run that the arguments or the environment name, else the only run."""
     return choose_run(settings(args))
 
 
@@ -116,24 +116,23 @@ def choose_run(config: Config) -> Identity:
 
 
 def choose_coordinator(config: Config) -> Identity:
-    """The node whose keeper coordinates the run, where that lives on this machine too; else any node of the run.
+    """The node whose keeper coordinates the run, if it is on this machine; else any node of the run.
 
-    The keeper that is asked refuses when it does not coordinate, and names the node that does.
+    A keeper that does not coordinate refuses the request and names the node that does.
     """
     living = [run for run in find_meant(config) if run.alive]
     of_one_run = len({run.identity.run_id for run in living}) == 1
     chosen = living[0].identity if of_one_run else choose_run(config)
     coordinator = fetch_status(chosen).coordinator
-    everywhere = find_runs(config)
-    found = [run.identity for run in everywhere if run.alive and run.identity.run_id == chosen.run_id]
-    return next((identity for identity in found if identity.node_id == coordinator), chosen)
+    nodes = [run.identity for run in find_runs(config) if run.alive and run.identity.run_id == chosen.run_id]
+    return next((identity for identity in nodes if identity.node_id == coordinator), chosen)
 
 
 def _no_run(config: Config, *, dead: list[KnownRun]) -> KeeperError:
     if dead:
         return KeeperError(
             f"the keeper of run {dead[0]} is dead",
-            hint="its trainers start it again when they live; keepstep release removes what it left",
+            hint="its trainers start it again when they live; keepstep release removes its files",
         )
     where, others = runtime_dir(config), find_runs(config)
     if others:
@@ -145,14 +144,14 @@ def _no_run(config: Config, *, dead: list[KnownRun]) -> KeeperError:
     what = f"run {config.run_id!r}" if config.run_id else "any run of this user"
     return KeeperError(
         f"no keeper serves {what} on this node (looked in {where})",
-        hint="start the job first; if it runs, --runtime-dir or KEEPSTEP_RUNTIME_DIR says where its keeper is met",
+        hint="start the job first; if it runs, --runtime-dir or KEEPSTEP_RUNTIME_DIR names the directory of its keeper",
     )
 
 
 def _check_private(directory: Path, *, named: bool) -> None:
-    found = directory.lstat()
-    ours = found.st_uid == os.getuid() or (named and os.getuid() == 0)
-    if not stat.S_ISDIR(found.st_mode) or not ours or stat.S_IMODE(found.st_mode) & 0o077:
+    status = directory.lstat()
+    ours = status.st_uid == os.getuid() or (named and os.getuid() == 0)
+    if not stat.S_ISDIR(status.st_mode) or not ours or stat.S_IMODE(status.st_mode) & 0o077:
         raise KeeperError(
             f"the runtime directory {directory} is not a directory of this user with mode 0700",
             hint="--runtime-dir PATH, or KEEPSTEP_RUNTIME_DIR",
@@ -160,7 +159,7 @@ def _check_private(directory: Path, *, named: bool) -> None:
 
 
 def _read_run(path: Path, directory: Path) -> KnownRun | None:
-    """None for a card that is half written, gone meanwhile, or not where it belongs."""
+    """None for a card that is half written, removed meanwhile, or in the wrong directory."""
     try:
         with path.open("rb") as file:
             card = msgspec.json.decode(file.read(MAX_CARD_BYTES), type=Card)
@@ -176,13 +175,13 @@ def _listens(path: Path) -> bool:
         try:
             sock.connect(str(path))
         except TimeoutError:
-            return True  # somebody listens and is too busy to accept
+            return True  # a process listens and is too busy to accept
         except OSError:
             return False
     return True
 
 
-# Status, over HTTP
+# Status over HTTP
 
 
 def read_status(run_id: str | None = None, node_id: str | None = None, runtime_dir: str | Path | None = None) -> Status:
@@ -190,7 +189,7 @@ def read_status(run_id: str | None = None, node_id: str | None = None, runtime_d
     return fetch_status(choose_run(_settings(run_id, node_id, runtime_dir)))
 
 
-# Control, on the other socket
+# The control socket
 
 
 @contextlib.contextmanager
@@ -204,7 +203,7 @@ def connect(identity: Identity, config: Config) -> Iterator[KeeperClient]:
 
 
 def peer_pid(link: KeeperClient) -> int:
-    """The keeper's pid as this process sees it, 0 from another PID namespace: what the kernel says, not the keeper."""
+    """The keeper's pid as the kernel reports it to this process; 0 when it is in another PID namespace."""
     with socket.socket(fileno=os.dup(link.fileno())) as sock:
         size = struct.calcsize("3i")
         pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0]
@@ -216,13 +215,12 @@ class BorrowedArenas:
     """The arenas of a node, by duplicates of the keeper's descriptors."""
 
     arenas: list[Arena] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    """arenas whose header is not sound, and what is wrong with it"""
+    refused: dict[str, str] = field(default_factory=dict)  # arenas with a damaged header, and the problem
 
 
 @contextlib.contextmanager
 def borrow_arenas(link: KeeperClient, config: Config) -> Iterator[BorrowedArenas]:
-    """Look into the arenas without the keeper; the descriptors go back at the end of the block."""
+    """Open the arenas of the node; the descriptors are closed at the end of the block."""
     hold, fds = link.request(WantArenas(), Hold, timeout_s=REQUEST_S)
     borrowed = BorrowedArenas()
     try:

@@ -1,6 +1,6 @@
-"""`keepstep COMMAND ...`: finds the command, loads its file and no other, and turns errors into two lines.
+"""`keepstep COMMAND ...`: find the command, load its file and no other, print errors in two lines.
 
-Loading lazily keeps `keepstep --help` and `keepstep status` fast and free of torch.
+Lazy loading keeps `keepstep --help` and `keepstep status` fast and free of torch.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ COMMANDS = MappingProxyType(
         "run": "start a job: torchrun with a keeper on the node; takes torchrun's own arguments",
         "keeper": "run this node's keeper in the foreground (systemd, sidecar, DaemonSet)",
         "store": "serve the rendezvous store of a job of several nodes, on a machine that does not fail with it",
-        "status": "what a death would cost now; the group, and a line per rank: what is held, how old it is",
+        "status": "what a failure would cost now; the group, and a line per rank: its newest snapshot and its age",
         "plan": "what a restore would do if these nodes were lost now: --lost NODE",
-        "inspect": "what the shared memory holds: arenas, slots, versions, tensors",
+        "inspect": "show the shared memory: arenas, slots, versions, tensors",
         "verify": "check every sealed snapshot against its checksums",
-        "release": "give the state of a run up and end its keeper",
-        "doctor": "before a run: memory, limits, versions, settings",
-        "drill": "break something on purpose: kill-trainer, kill-keeper, kill-node, freeze-peer, cut-link, flip-bits",
-        "demo": "the whole story, four nodes on this machine: train, kill, restore, compare",
+        "release": "free the state of a run and end its keeper",
+        "doctor": "check this machine before a run: memory, limits, versions, settings",
+        "drill": "cause a failure on purpose: kill-trainer, kill-keeper, kill-node, freeze-peer, cut-link, flip-bits",
+        "demo": "four nodes on this machine: train, kill, restore, compare",
     }
 )
-PASSED_THROUGH = frozenset({"run"})
-"""Commands whose arguments belong to another program, options included."""
+PASSED_THROUGH = frozenset({"run"})  # commands whose arguments belong to another program, options included
+# The exit codes that a shell reports for programs that end by SIGINT, SIGPIPE and SIGTERM.
 INTERRUPTED = 130
 READER_GONE = 141
 TERMINATED = 143
-"""What a shell shows for programs that end by SIGINT, SIGPIPE and SIGTERM."""
 
 
 class Command(Protocol):
-    """What every command's module has."""
+    """The interface of every command's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -48,7 +47,7 @@ class Command(Protocol):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code of the command; wrong usage leaves through argparse with 2."""
+    """Run a command and return its exit code; wrong usage exits through argparse with 2."""
     try:
         code = _dispatch(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
@@ -58,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"try: {error.hint}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # `keepstep status | head -1`: the interpreter flushes once more at its end, into nothing.
+        # `keepstep status | head -1`: the interpreter flushes once more at its end, to /dev/null then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
     except TerminatedError:
@@ -74,7 +73,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command is not None and chosen in PASSED_THROUGH:
         return command.run(argparse.Namespace(arguments=arguments[1:]))
     args = _parser(chosen, command).parse_args(arguments)
-    assert command is not None, "argparse lets no unknown command through"
+    assert command is not None, "argparse refuses unknown commands"
     return command.run(args)
 
 

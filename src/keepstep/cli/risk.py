@@ -1,7 +1,7 @@
-"""What a death would cost right now, and what is not protected, as sentences. Pure, from the status of one keeper.
+"""What a failure would cost now, and what is not protected, as sentences. Pure, from the status of one keeper.
 
-For a job of several nodes the dead node comes first: it costs more than dead trainers do, and is what people are
-paged for. `unprotected` is the exit code of `keepstep status`.
+For a job of several nodes the loss of a node comes first: it costs more than the loss of trainers, and people are
+paged for it. `unprotected` decides the exit code of `keepstep status`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from keepstep.types import Status
 
 
 def headline(status: Status) -> str:
-    """One sentence for whoever was paged."""
+    """The cost of the worst likely failure, in one sentence."""
     if not status.ranks:
-        return "No trainer has come yet: nothing is held."
+        return "No trainer has registered yet: nothing is held."
     if not any(rank.alive for rank in status.ranks):
         return _of_dead_trainers(status)
     return of_dead_node(status) if status.num_nodes > 1 else of_crash(status)
 
 
 def of_crash(status: Status) -> str:
-    """The trainers die, all nodes and keepers live."""
+    """Cost of the loss of all trainers, while all nodes and keepers live."""
     progress = newest_done(status)
     if corrupt := _corrupt(status):
         step, ranks = corrupt
@@ -36,32 +36,32 @@ def of_crash(status: Status) -> str:
 
 
 def of_dead_node(status: Status) -> str:
-    """A node dies with its keeper and everything on it."""
+    """Cost of the loss of a node with its keeper and everything on it."""
     newest = newest_done(status)
     if status.protected_step is None:
         lost = f"all steps up to {newest}" if newest >= 0 else "the start of the run"
         return f"A dead node now costs {lost}: no version is protected yet."
-    known = f"protected step {status.protected_step}, newest {max(newest, status.protected_step)}"
+    marks = f"protected step {status.protected_step}, newest {max(newest, status.protected_step)}"
     away, covered = len(away_from(status)), losses_left(status)
     if covered == 0:
         why = f"{count(away, 'node')} of its group cannot be reached already" if away else "no other node protects it"
-        return f"A dead node now costs the run ({known}): {why}."
+        return f"A dead node now costs the run ({marks}): {why}."
     lag = max(0, newest - status.protected_step)
     steps = "no finished step" if lag == 0 else count(lag, "step")
     more = " more" if away else ""
-    return f"A dead node now costs {steps} ({known}); up to {count(covered, 'node')}{more} of this group may die."
+    return f"A dead node now costs {steps} ({marks}); up to {count(covered, 'node')}{more} of this group may die."
 
 
 def unprotected(status: Status) -> list[str]:
     """Why this run is not fully protected, as sentences; empty when it is."""
-    said = any("no version is complete" in problem for problem in status.problems)
-    found = ["no version is complete"] if status.step is None and not said else []
+    reported = any("no version is complete" in problem for problem in status.problems)
+    reasons = ["no version is complete"] if status.step is None and not reported else []
     dead = [str(rank.rank) for rank in status.ranks if not rank.alive]
     if dead:
-        found.append(f"no trainer lives for rank {', '.join(dead)}")
+        reasons.append(f"no trainer lives for rank {', '.join(dead)}")
     if status.exposed:
-        found.append("fewer losses are covered than the settings ask for")
-    return [*found, *_of_the_group(status), *status.problems]
+        reasons.append("fewer losses are covered than the settings ask for")
+    return [*reasons, *_of_the_group(status), *status.problems]
 
 
 def _of_the_group(status: Status) -> list[str]:
@@ -69,11 +69,11 @@ def _of_the_group(status: Status) -> list[str]:
         return []
     if not status.group:
         return ["this node has no group: no other node protects it"] if status.ranks else []
-    found = ["no version is protected: a dead node would cost the run"] if status.protected_step is None else []
+    reasons = ["no version is protected: a dead node would cost the run"] if status.protected_step is None else []
     away = [node_id for node_id in away_from(status) if not any(node_id in problem for problem in status.problems)]
     if away:
-        found.append(f"the keepers of {', '.join(away)} cannot be reached")
-    return found
+        reasons.append(f"the keepers of {', '.join(away)} cannot be reached")
+    return reasons
 
 
 def losses_left(status: Status) -> int:
@@ -90,7 +90,7 @@ def newest_done(status: Status) -> int:
 
 
 def _corrupt(status: Status) -> tuple[int, str] | None:
-    """A step newer than what is held that has failed its check, and the ranks where it did."""
+    """A corrupt step newer than the newest complete one, and the ranks on which it is corrupt."""
     damaged = [
         (slot.step, rank.rank)
         for rank in status.ranks

@@ -1,4 +1,4 @@
-"""A command that has something to put right (a frozen keeper, a cluster of its own) must not die without doing so."""
+"""SIGTERM and SIGHUP as an exception, for commands that must clean up (a frozen keeper, a cluster of their own)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM or SIGHUP came. Passes where Ctrl-C passes: no `except Exception` stops it."""
+    """SIGTERM or SIGHUP was received. Propagates like Ctrl-C: no `except Exception` stops it."""
 
 
 @contextlib.contextmanager
@@ -18,13 +18,13 @@ def ended_in_order() -> Iterator[None]:
     caught = (signal.SIGTERM, signal.SIGHUP)
 
     def end(number: int, frame: FrameType | None) -> None:
-        for one in caught:
-            signal.signal(one, signal.SIG_IGN)
+        for caught_signal in caught:
+            signal.signal(caught_signal, signal.SIG_IGN)
         raise TerminatedError(signal.Signals(number).name)
 
-    before = {one: signal.signal(one, end) for one in caught}
+    before = {caught_signal: signal.signal(caught_signal, end) for caught_signal in caught}
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for caught_signal, handler in before.items():
+            signal.signal(caught_signal, handler)

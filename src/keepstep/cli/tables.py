@@ -1,4 +1,4 @@
-"""How tables, sizes and times look in every command. Knows nothing of keepers."""
+"""Tables, sizes and times as every command prints them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-LOG_WIDTH = 120
-"""Columns where the output is no terminal: a log is not cut at 80."""
+LOG_WIDTH = 120  # columns where the output is no terminal: a log is not cut at 80
 
 
 def open_console() -> Console:

@@ -1,4 +1,4 @@
-"""What the user sees: lines while training runs, a table and the verdict at the end, and `summary.json`."""
+"""Output of the demo: lines while training runs, a table and the verdict at the end, and `summary.json`."""
 
 from __future__ import annotations
 
@@ -86,14 +86,13 @@ def make_row(outcome: FailureOutcome) -> OutcomeRow:
 
 @dataclass(kw_only=True)
 class Summary:
-    """`summary.json`: written whether or not the runs came to their end."""
+    """`summary.json`: written also when a run did not finish."""
 
     steps: int
     nodes: int
     losses: int
     seed: int
-    error: str = "interrupted"
-    """why there is no judgement, where there is none"""
+    error: str = "interrupted"  # the reason, when there is no judgement
     judgement: Judgement | None = None
     calm: RunRecord | None = None
     struck: RunRecord | None = None
@@ -124,7 +123,7 @@ class Summary:
 
 
 def draw_losses(calm: RunRecord, struck: RunRecord, *, out: Path, console: Console) -> Path:
-    """Both curves against the step, where they must be one, and against time, where the failures show."""
+    """Plot both curves against the step, where they must coincide, and against time, where failures are visible."""
     try:
         import matplotlib
     except ImportError:
@@ -156,7 +155,7 @@ def draw_losses(calm: RunRecord, struck: RunRecord, *, out: Path, console: Conso
 
 
 def with_gaps(run: RunRecord) -> tuple[list[float], list[float], list[float]]:
-    """Steps, seconds and losses; a restart leaves a gap, so that steps done again lie upon the first ones."""
+    """Steps, seconds and losses; a restart leaves a gap, so that repeated steps are drawn over the first ones."""
     rows: list[tuple[float, float, float]] = []
     first = before = run.steps[0]
     for step in run.steps:

@@ -1,7 +1,7 @@
-"""What is known about one run: what the training says, what was done to it, and what came of it.
+"""The record of one run: its events, the failures, and their outcomes.
 
 Pure: nothing here starts, kills or waits. The events are the JSON lines that rank 0 of `examples/gpt.py` logs, the
-results are the digests that every rank leaves at its end; `RunRecord.observe` reads the first, `comparison` the second.
+results are the digests that every rank writes at its end; `RunRecord.observe` reads the first, `comparison` the second.
 """
 
 from __future__ import annotations
@@ -17,31 +17,35 @@ import msgspec
 SOURCES = ("", "memory", "parity", "disk")
 
 
-# What the training says
+# Events of the training
 
 
 class Started(msgspec.Struct, frozen=True, tag_field="event", tag="started"):
+    """An incarnation has started."""
+
     incarnation: int
-    pids: list[int]
-    """by rank"""
+    pids: list[int]  # by rank
     nodes: list[str]
     time: float
 
 
 class RestoreRecord(msgspec.Struct, frozen=True, tag_field="event", tag="restored"):
+    """`restore()` has returned a step."""
+
     step: int
-    sources: list[str]
-    """by rank"""
+    sources: list[str]  # by rank
     seconds: float
     time: float
 
     @property
     def source(self) -> str:
-        """The furthest that any rank had to go."""
+        """The most distant source of any rank."""
         return max(self.sources, key=SOURCES.index)
 
 
 class StepRecord(msgspec.Struct, frozen=True, tag_field="event", tag="step"):
+    """A step is finished."""
+
     step: int
     loss: float
     loss_hex: str
@@ -59,29 +63,29 @@ class FinalState(msgspec.Struct, frozen=True):
     parts: dict[str, str]
 
 
-# What is done to it, and what came of it
+# Failures and their outcomes
 
 
 class PlannedFailure(msgspec.Struct, frozen=True):
+    """A failure that the demo causes."""
+
     name: str
-    after: float
-    """the part of the run that is done when it strikes"""
+    after: float  # the fraction of the run that is done by then
     target: Literal["trainer", "keeper", "nodes"]
-    positions: tuple[int, ...]
-    """the nodes that are hit, by rank"""
+    positions: tuple[int, ...]  # the nodes that fail, by rank
 
 
+# The last one includes the coordinator, and the node that serves the trainers' store.
 FAULTS = (
     PlannedFailure("a trainer", after=1 / 6, target="trainer", positions=(2,)),
     PlannedFailure("a keeper", after=1 / 3, target="keeper", positions=(1,)),
     PlannedFailure("a node", after=1 / 2, target="nodes", positions=(3,)),
     PlannedFailure("two nodes at once", after=3 / 4, target="nodes", positions=(0, 2)),
 )
-"""The last one hits the coordinator, too, and the node that serves the trainers' store."""
 
 
 class FailureOutcome(msgspec.Struct):
-    """One failure: written when it strikes, completed by the first step after it."""
+    """One failure: created when it is caused, completed by the first step after it."""
 
     fault: PlannedFailure
     killed_at: float
@@ -96,12 +100,12 @@ class FailureOutcome(msgspec.Struct):
 
     @property
     def expected_source(self) -> str | None:
-        """Dead processes leave the memory of their nodes; a dead node leaves parity on the others."""
+        """The state of dead processes is in the memory of their nodes, that of a dead node in parity on the others."""
         return {"trainer": "memory", "keeper": None, "nodes": "parity"}[self.fault.target]
 
     @property
     def steps_lost(self) -> int:
-        """Finished steps that had to be done again."""
+        """Finished steps that were repeated."""
         if not self.restarts:
             return 0
         return max(0, self.last_step - (self.restored.step if self.restored else -1))
@@ -118,8 +122,7 @@ class RunRecord:
     pids: list[int] = field(default_factory=list)
     started: float = field(default_factory=time.time)
     duration_s: float = 0.0
-    unprovoked: int = 0
-    """restarts while all was well: no failure of ours explains them"""
+    unprovoked: int = 0  # restarts without a failure that the demo caused
 
     def observe(self, event: Event) -> None:
         match event:
@@ -143,13 +146,13 @@ class RunRecord:
             return
         outcome = self.outcomes[-1]
         if outcome.expects_restart and not outcome.restarts:
-            outcome.last_step = event.step  # finished before the signal landed
+            outcome.last_step = event.step  # finished before the signal arrived
         elif event.time > outcome.killed_at:
             outcome.resumed_at = event.time
 
     @property
     def settled(self) -> bool:
-        """Training goes on after everything that was done to it so far."""
+        """Whether training has continued after every failure so far."""
         return not self.outcomes or self.outcomes[-1].resumed_at is not None
 
     def median_step_s(self) -> float:
@@ -158,12 +161,12 @@ class RunRecord:
 
 
 def last_disturbance(run: RunRecord) -> int:
-    """The step that was the newest when something was last broken; -1 when nothing was."""
+    """The newest step at the last failure; -1 when there was none."""
     return run.outcomes[-1].last_step if run.outcomes else -1
 
 
 def find_due(run: RunRecord, event: Event, *, faults: Sequence[PlannedFailure], steps: int) -> PlannedFailure | None:
-    """The fault that strikes after this event: the next in order, once its step is done and the one before is over."""
+    """The failure to cause after this event: the next one, once its step is done and the previous one is over."""
     num_done = len(run.outcomes)
     if num_done == len(faults) or not run.settled or not isinstance(event, StepRecord):
         return None

@@ -1,7 +1,7 @@
-"""The play itself: two runs, the kills in the second, the comparison, the report.
+"""The script of the demo: two runs, the failures in the second, the comparison, the report.
 
-Invariants: only processes of the demo are ever signalled (see `testing.cluster`); when `run_demo` returns or raises
-none of them is alive, and `summary.json` is written. Writes into `out`: both logs, the nodes' output, `loss.png` (or
+Invariants: only processes of the demo are signalled (see `testing.cluster`); when `run_demo` returns or raises none
+of them is alive, and `summary.json` is written. Writes into `out`: both logs, the nodes' output, `loss.png` (or
 `loss.csv`), and `summary.json`.
 """
 
@@ -20,12 +20,11 @@ from keepstep.demo.run_record import FAULTS, FailureOutcome, PlannedFailure, Run
 from keepstep.demo.training import LOSSES, NODES, DemoRun, Training
 from keepstep.errors import ConfigError, Error
 
-MIN_STEPS = 24
-"""Fewer leave no time to protect a version between two failures."""
+MIN_STEPS = 24  # fewer leave no time to protect a version between two failures
 
 
 def run_demo(*, out: Path, steps: int, seed: int = 0, script: Path | None = None, console: Console) -> int:
-    """Run, compare, report; 1 when something differs or is left behind. Raises `Error` when a run cannot finish."""
+    """Run, compare, report. Returns 1 on a difference or a leftover. Raises `Error` when a run cannot finish."""
     job = DemoRun(script=find_script(script), out=out, steps=check_steps(steps), seed=seed)
     out.mkdir(parents=True, exist_ok=True)
     summary = Summary(steps=steps, nodes=NODES, losses=LOSSES, seed=seed)
@@ -46,23 +45,23 @@ def run_demo(*, out: Path, steps: int, seed: int = 0, script: Path | None = None
 
 def check_steps(steps: int) -> int:
     if steps < MIN_STEPS:
-        raise ConfigError(f"--steps is {steps}; the demo needs at least {MIN_STEPS}", hint="leave --steps out")
+        raise ConfigError(f"--steps is {steps}; the demo needs at least {MIN_STEPS}", hint="omit --steps")
     return steps
 
 
 def find_script(script: Path | None) -> Path:
     """The training script: the given one, or `examples/gpt.py` of the checkout that this file belongs to."""
-    found = script or Path(__file__).resolve().parents[3] / "examples" / "gpt.py"
-    if not found.is_file():
+    path = script or Path(__file__).resolve().parents[3] / "examples" / "gpt.py"
+    if not path.is_file():
         raise ConfigError(
-            f"there is no training script at {found}",
+            f"there is no training script at {path}",
             hint="run the demo from a checkout of keepstep, or pass --script PATH to its examples/gpt.py",
         )
-    return found.resolve()
+    return path.resolve()
 
 
 def train(job: DemoRun, name: str, *, faults: Sequence[PlannedFailure], step_s: float, console: Console) -> RunRecord:
-    """Train to the end, with `faults` on the way, each at a random moment of a step that takes `step_s`."""
+    """Train to the end, with each of `faults` at a random moment of a step that takes `step_s`."""
     run = RunRecord()
     chance = random.Random(job.seed)
     with Training(job, name) as training:
@@ -80,7 +79,7 @@ def train(job: DemoRun, name: str, *, faults: Sequence[PlannedFailure], step_s: 
 
 
 def is_survivable(fault: PlannedFailure, run: RunRecord, training: Training) -> bool:
-    """Nodes die when their group has healed from what was broken before: more losses than it covers are no story."""
+    """Whether the group has healed from the last failure, so that it covers the loss of these nodes."""
     return fault.target != "nodes" or training.covers(len(fault.positions), newer_than=last_disturbance(run))
 
 

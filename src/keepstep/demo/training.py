@@ -1,7 +1,7 @@
-"""One training: four nodes on this machine (`testing.cluster`), the events they log, and the ways to break them.
+"""One training: four nodes on this machine (`testing.cluster`), the events they log, and the ways to kill them.
 
 Invariants: every wait has a deadline, named below; on exit no process of the training is alive, whatever happened.
-Writes its log, the nodes' output and its results into `out`; the script that it runs fills the first and the last.
+Its log, the nodes' output and its results are in `out`; the training script writes the first and the last.
 """
 
 from __future__ import annotations
@@ -24,21 +24,17 @@ from keepstep.testing.node import CLUSTER, Node
 from keepstep.testing.run import marked_processes, wait_until
 from keepstep.types import Status
 
-RUN_S = 300.0
-"""A whole run, restarts included; it takes 20 to 60 s on two cores."""
-SILENCE_S = 120.0
-"""Without a line in the log: covers starting torch eight times on a busy machine."""
-EXIT_S = 10.0
-"""From the agents' end until the last process is gone; a normal end takes far less."""
-ANSWER_S = 1.0
-"""A keeper that does not answer within this is asked again at the next step."""
+RUN_S = 300.0  # a whole run, restarts included; it takes 20 to 60 s on two cores
+SILENCE_S = 120.0  # without a line in the log: covers starting torch eight times on a busy machine
+EXIT_S = 10.0  # from the agents' end until the last process has ended; a normal end takes far less
+ANSWER_S = 1.0  # a keeper that does not answer within this is asked again at the next step
 POLL_S = 0.02
 NODES = 4
 LOSSES = 2
 
 
 class DemoRun(msgspec.Struct, frozen=True):
-    """What both runs have in common."""
+    """Settings that both runs share."""
 
     script: Path
     out: Path
@@ -47,7 +43,7 @@ class DemoRun(msgspec.Struct, frozen=True):
 
 
 class Training:
-    """Agents, keepers and trainers: started on entry; on exit none of them is left, whatever happened."""
+    """Agents, keepers and trainers: started on entry, ended on exit, whatever happened."""
 
     def __init__(self, job: DemoRun, name: str) -> None:
         self.job, self.name = job, name
@@ -68,7 +64,7 @@ class Training:
         self.log.write_bytes(b"")
         try:
             self.cluster.start()
-        except BaseException:  # Ctrl-C included: what was started already must not stay
+        except BaseException:  # Ctrl-C included: started processes must be ended
             self._close(in_order=False)
             raise
         return self
@@ -87,31 +83,31 @@ class Training:
             try:
                 self.cluster.close()
             except AssertionError as error:
-                raise Error(f"the {self.name} training did not end: {error}", hint="look at them with ps") from error
+                raise Error(f"the {self.name} training did not end: {error}", hint="ps shows its processes") from error
 
     def _kill_all(self) -> None:
-        """Nobody waits for keepers that would give their state up in order, nor for nodes that are half started."""
+        """End all processes at once, also keepers that would release their state and nodes that are half started."""
         for node in self.cluster.nodes:
             node.kill()
         for pid in marked_processes(f"{CLUSTER}={self.cluster.mark}".encode()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    # What it says
+    # Events and results
 
     def follow(self) -> Iterator[Event]:
         """Each event as it is logged, until all agents have ended well; raises when one fails or all stand still."""
         decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-        heard_at = time.monotonic()
+        event_at = time.monotonic()
         with self.log.open("rb") as log:
             ended, pending = False, b""
             while not ended:
                 ended = self._has_ended()  # asked before the read: nothing is logged after it
                 *lines, pending = (pending + log.read()).split(b"\n")
                 for line in lines:
-                    heard_at = time.monotonic()
+                    event_at = time.monotonic()
                     yield decoder.decode(line)
-                self._check_progress(heard_at)
+                self._check_progress(event_at)
                 time.sleep(POLL_S)
 
     def _has_ended(self) -> bool:
@@ -121,9 +117,9 @@ class Training:
                 raise self._failure(f"ended on {node_id} with exit code {code}")
         return all(code == 0 for code in codes.values())
 
-    def _check_progress(self, heard_at: float) -> None:
+    def _check_progress(self, event_at: float) -> None:
         now = time.monotonic()
-        if now - heard_at > SILENCE_S:
+        if now - event_at > SILENCE_S:
             raise self._failure(f"logged nothing for {SILENCE_S:.0f} s")
         if now > self._deadline:
             raise self._failure(f"took longer than {RUN_S:.0f} s")
@@ -132,7 +128,7 @@ class Training:
         return Error(f"the {self.name} training {what}", hint=f"read {self.output}")
 
     def covers(self, losses: int, *, newer_than: int) -> bool:
-        """Whether so many nodes may die now: a version later than that step is protected by a group that is whole."""
+        """Whether so many nodes may be lost now: a version newer than that step is protected by a complete group."""
         try:
             status = self.status()
         except Error:
@@ -147,14 +143,14 @@ class Training:
         try:
             texts = [self._result_of(rank).read_bytes() for rank in range(NODES)]
         except FileNotFoundError as error:
-            raise self._failure(f"left no result at {error.filename}") from error
+            raise self._failure(f"wrote no result at {error.filename}") from error
         return [msgspec.json.decode(text, type=FinalState) for text in texts]
 
     def _result_of(self, rank: int) -> Path:
         return self.result.with_name(f"{self.result.name}.rank{rank}")
 
     def wait_for_quiet(self) -> list[str]:
-        """The processes that are still there `EXIT_S` after a normal end: keepstep promises that there are none."""
+        """The processes that are alive `EXIT_S` after a normal end: keepstep promises that there are none."""
         try:
             wait_until(lambda: not self._living(), timeout_s=EXIT_S)
         except AssertionError:
@@ -164,7 +160,7 @@ class Training:
     def _living(self) -> list[int]:
         return [pid for node in self.cluster.nodes for pid in node.processes()]
 
-    # What is done to it. By position: a node that takes another one's place has its position too.
+    # Failures, by position: a node that replaces another one has its position.
 
     def kill_trainer(self, position: int) -> str:
         node = self.cluster.nodes[position]
@@ -175,11 +171,11 @@ class Training:
         return f"pid {node.kill_keeper()} on {node.node_id}"
 
     def kill_nodes(self, positions: Sequence[int]) -> str:
-        """All of them at once; another machine takes the place of each."""
+        """Kill all of them at once; another machine replaces each."""
         nodes: list[Node] = [self.cluster.nodes[position] for position in positions]
         counts = [len(node.processes()) for node in nodes]
         for node in nodes:
-            node.freeze()  # nobody sees another one die
+            node.freeze()  # no node reacts to the end of another
         for node in nodes:
             node.kill()
         for position in positions:

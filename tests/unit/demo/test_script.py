@@ -313,7 +313,7 @@ def test_the_summary_of_a_demo_that_could_not_finish_says_why_and_claims_nothing
 def test_too_few_steps_and_a_missing_script_are_refused_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least 24") as refused:
         check_steps(23)
-    assert refused.value.hint == "leave --steps out"
+    assert refused.value.hint == "omit --steps"
     with pytest.raises(ConfigError, match="no training script"):
         find_script(tmp_path / "nothing.py")
     assert find_script(None).name == "gpt.py"

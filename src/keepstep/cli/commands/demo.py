@@ -1,4 +1,4 @@
-"""`keepstep demo`: train twice on four nodes, once undisturbed, once under fire; compare bit for bit (see story/)."""
+"""`keepstep demo`: train twice on four nodes, once undisturbed and once with failures; compare bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ STEPS = 48
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("keepstep-demo"), metavar="PATH", help="where results go")
+    parser.add_argument(
+        "--out", type=Path, default=Path("keepstep-demo"), metavar="PATH", help="directory of the results"
+    )
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"steps of each run (default {STEPS})")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of training and failures (default 0)")
     parser.add_argument("--script", type=Path, metavar="PATH", help="examples/gpt.py of another checkout")

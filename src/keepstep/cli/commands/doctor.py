@@ -1,6 +1,6 @@
-"""`keepstep doctor`: look at this machine before a run. Each line is ok, a warning or a problem, with what to do.
+"""`keepstep doctor`: check this machine before a run. Each line is ok, a warning or a problem, with what to do.
 
-Exit code 0: nothing stands in the way (warnings do not count); 3: something does. checks.py holds the checks.
+Exit code 0: no problem (warnings do not count); 3: a problem. The checks are in doctor_checks.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DoctorReport(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choice(parser)
-    parser.add_argument("--torch", action="store_true", help="import torch and try its devices too (takes seconds)")
+    parser.add_argument("--torch", action="store_true", help="import torch and test its devices too (takes seconds)")
     parser.add_argument("--json", action="store_true", help="the documented JSON")
 
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examine(args: argparse.Namespace) -> DoctorReport:
-    """Settings that cannot be read are a finding too, and the rest is examined with the defaults."""
+    """All findings. Settings that cannot be read are a finding too; the other checks use the defaults then."""
     findings = []
     try:
         config = settings(args)
@@ -62,7 +62,7 @@ def _print(report: DoctorReport) -> None:
         table.add_row(Text(finding.level, style=STYLES[finding.level]), finding.name, _sentence(finding))
     table.show_header = False
     console.print(table)
-    console.print("nothing stands in the way of a run" if report.ok else "fix the problems before a run")
+    console.print("no problem was found" if report.ok else "fix the problems before a run")
 
 
 def _sentence(finding: Finding) -> Text:

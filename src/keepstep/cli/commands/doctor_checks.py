@@ -1,7 +1,7 @@
-"""What `keepstep doctor` looks at: each check is one small function that returns what it found.
+"""The checks of `keepstep doctor`: each is one small function that returns its findings.
 
-Nothing here changes the machine: what a check makes (a directory, a memfd) it removes. torch is asked
-only in a subprocess with a deadline, because importing it takes seconds and may hang on a sick driver.
+No check changes the machine: it removes what it creates (a directory, a memfd). torch is imported only
+in a subprocess with a deadline, because that takes seconds and may hang on a broken driver.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ from keepstep.errors import Error
 from keepstep.identity import ensure_private, identify, runtime_dir
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-TORCH_S = 60.0
-"""To import torch and register a page with CUDA: seconds when all is well, minutes on a cold network disk."""
+TORCH_S = 60.0  # to import torch and register a page with CUDA: usually seconds, minutes on a cold network disk
 PROBE_BYTES = 1 << 20
 OLDEST_TORCH = (2, 6)
-INITIAL_PID_NAMESPACE = "pid:[4026531836]"
-"""The kernel's fixed number for the namespace of the machine itself."""
+INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # the kernel's fixed number of the machine's own namespace
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -52,7 +50,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine(config: Config, *, torch: bool) -> Iterator[Finding]:
-    """Every check in order. A check that itself fails is a finding, not the end of the others."""
+    """Run every check in order. A check that raises is a finding; the others still run."""
     yield from _guard("versions", check_versions)
     yield from _guard("entry point", check_entry_point)
     yield from _guard("settings", lambda: check_settings(config))
@@ -82,7 +80,7 @@ def _guard(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
         ]
 
 
-# What is installed
+# Installed packages
 
 
 def check_versions() -> list[Finding]:
@@ -106,14 +104,14 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def check_entry_point() -> list[Finding]:
-    found = [point for point in metadata.entry_points(group="torchrun.handlers") if point.name == "keepstep"]
-    if found:
+    points = [point for point in metadata.entry_points(group="torchrun.handlers") if point.name == "keepstep"]
+    if points:
         return [Finding("entry point", OK, "torchrun finds --rdzv-backend=keepstep")]
     text = "torchrun does not find --rdzv-backend=keepstep: keepstep is on the path but not installed"
     return [Finding("entry point", PROBLEM, text, "pip install keepstep (or pip install -e . in a checkout)")]
 
 
-# What is set
+# Settings
 
 
 def check_settings(config: Config) -> list[Finding]:
@@ -124,7 +122,7 @@ def check_settings(config: Config) -> list[Finding]:
 
 
 def _origin(name: str, value: str) -> str:
-    """What the command line says beats the environment, and that beats the file."""
+    """Source of a value: the command line overrides the environment, which overrides the file."""
     if as_environment(resolve()).get(name) != value:
         return "the command line"
     return "the environment" if os.environ.get(name) else os.environ.get("KEEPSTEP_CONFIG_FILE", CONFIG_FILE)
@@ -155,26 +153,25 @@ def check_runtime_dir(config: Config) -> list[Finding]:
 
 
 def check_memory(config: Config) -> list[Finding]:
-    found = memory_limits.measure()
+    limits = memory_limits.measure()
     cgroup = "no cgroup limit"
-    if found.cgroup_limit_bytes is not None:
-        used = format_bytes(found.cgroup_used_bytes)
-        cgroup = f"cgroup limit {format_bytes(found.cgroup_limit_bytes)} with {used} in use"
-    usable = found.free_bytes - memory_limits.RESERVE_BYTES
-    text = f"{format_bytes(max(0, usable))} can be had (MemAvailable {format_bytes(found.available_bytes)}, {cgroup})"
+    if limits.cgroup_limit_bytes is not None:
+        used = format_bytes(limits.cgroup_used_bytes)
+        cgroup = f"cgroup limit {format_bytes(limits.cgroup_limit_bytes)} with {used} in use"
+    usable = limits.free_bytes - memory_limits.RESERVE_BYTES
+    text = f"{format_bytes(max(0, usable))} are free (MemAvailable {format_bytes(limits.available_bytes)}, {cgroup})"
     if usable <= 0:
-        return [Finding("memory", PROBLEM, text, "raise the limit, or end what uses the memory")]
-    return [
-        Finding("memory", OK, text, f"a rank needs its state times {memory_limits.arena_slots(config.arena)} slots")
-    ]
+        return [Finding("memory", PROBLEM, text, "raise the limit, or end processes that use the memory")]
+    num_slots = memory_limits.arena_slots(config.arena)
+    return [Finding("memory", OK, text, f"a rank needs its state times {num_slots} slots")]
 
 
 def check_oom_group(root: Path) -> list[Finding]:
-    """cgroup v2 only: v1 has no such switch."""
+    """Whether an OOM kill takes the whole cgroup: cgroup v2 only, v1 has no such switch."""
     group = _find_oom_group(root)
     if group is None:
-        return [Finding("oom kill", OK, "takes one process; the keeper and what it holds stay")]
-    text = f"memory.oom.group is set in {group}: one OOM kill takes trainers, keeper and launcher together"
+        return [Finding("oom kill", OK, "ends one process; the keeper and its memory stay")]
+    text = f"memory.oom.group is set in {group}: one OOM kill ends trainers, keeper and launcher together"
     todo = "count an OOM kill as the loss of the node, or run the keeper in a container of its own (keepstep keeper)"
     return [Finding("oom kill", WARNING, text, todo)]
 
@@ -201,7 +198,7 @@ def check_memfd() -> list[Finding]:
         if seals & SEALS != SEALS:
             return [Finding("shared memory", PROBLEM, "memfd seals do not hold", "use Linux 4.14 or newer")]
         if segment.allocated_bytes < PROBE_BYTES:
-            text = "a memfd does not get its memory at once: a shortage would come in the middle of training"
+            text = "a memfd does not get its memory at once: a shortage would appear in the middle of training"
             return [Finding("shared memory", PROBLEM, text, "look for a sandbox (gVisor) around this process")]
     finally:
         segment.close()
@@ -214,7 +211,7 @@ def check_populate() -> list[Finding]:
         with mmap.mmap(segment.fd, PROBE_BYTES) as mapping:
             mapping.madvise(MADV_POPULATE_READ)
     except OSError:
-        text = "MADV_POPULATE_READ is not there (Linux 5.14): pages are touched one by one before the first step"
+        text = "MADV_POPULATE_READ is missing (Linux 5.14): pages are touched one by one before the first step"
         return [Finding("populate", WARNING, text, "a newer kernel starts faster; nothing else changes")]
     finally:
         segment.close()
@@ -223,10 +220,10 @@ def check_populate() -> list[Finding]:
 
 def check_dev_shm() -> list[Finding]:
     try:
-        found = os.statvfs("/dev/shm")
+        filesystem = os.statvfs("/dev/shm")
     except OSError:
-        return [Finding("/dev/shm", OK, "not there; it does not matter: arenas are memfds")]
-    size = format_bytes(found.f_blocks * found.f_frsize)
+        return [Finding("/dev/shm", OK, "missing; it does not matter: arenas are memfds")]
+    size = format_bytes(filesystem.f_blocks * filesystem.f_frsize)
     return [Finding("/dev/shm", OK, f"{size}; it does not matter: arenas are memfds")]
 
 
@@ -269,7 +266,7 @@ def check_other_runs(config: Config) -> list[Finding]:
     for run in find_runs(config):
         if not run.alive:
             todo = f"keepstep release --run-id {run.identity.run_id} removes them"
-            findings.append(Finding("other runs", WARNING, f"the dead keeper of {run} left its files", todo))
+            findings.append(Finding("other runs", WARNING, f"files of the dead keeper of {run} remain", todo))
             continue
         status = fetch_status(run.identity)
         text = f"{run} holds {format_bytes(status.memory_bytes)}, {status.keeper.state}"
@@ -286,7 +283,7 @@ def check_other_runs(config: Config) -> list[Finding]:
 PROBE_CUDA = f"""
 import mmap, os, sys, numpy, torch
 if not torch.cuda.is_available():
-    print(f"torch {{torch.__version__}} imports and sees no GPU: state is captured on the CPU")
+    print(f"torch {{torch.__version__}} imports and finds no GPU: state is captured on the CPU")
     sys.exit()
 fd = os.memfd_create("keepstep-doctor")
 os.ftruncate(fd, {PROBE_BYTES})
@@ -303,7 +300,7 @@ def check_cuda(*, torch: bool) -> list[Finding]:
     if torch:
         return _probe_cuda()
     if any(Path("/dev").glob("nvidia[0-9]*")):
-        return [Finding("cuda", OK, "a device is there", "keepstep doctor --torch tries shared memory with it")]
+        return [Finding("cuda", OK, "a device is present", "keepstep doctor --torch tests shared memory with it")]
     return [Finding("cuda", OK, "no NVIDIA device: state is captured on the CPU")]
 
 

@@ -1,7 +1,6 @@
-"""`keepstep drill`: a failure caused on purpose, to see that the job comes through it.
+"""`keepstep drill`: cause a failure on purpose, to test that the job survives it.
 
-Says what will be hit and asks, unless --yes. Processes are hit by pidfd, opened before the keeper is asked
-once more who they are, so that nobody's next owner of a pid dies. Each drill is in `drills/`.
+Names its target and asks for confirmation, unless --yes. The drills are in `drills/`.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ MAX_OUTAGE_S = 600.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     drills = parser.add_subparsers(dest="drill", metavar="DRILL", required=True)
-    trainer = _add_drill(drills, "kill-trainer", "SIGKILL one trainer, or all of this node at once")
+    trainer = _add_drill(drills, "kill-trainer", "SIGKILL one trainer, or all trainers of this node")
     which = trainer.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, metavar="N", help="this rank's (default: the lowest that lives)")
+    which.add_argument("--rank", type=int, metavar="N", help="of this rank (default: the lowest that lives)")
     which.add_argument("--all", action="store_true", help="all trainers of this node")
     _add_drill(drills, "kill-keeper", "SIGKILL the keeper of this node")
     node = _add_drill(drills, "kill-node", "SIGKILL every process of the run on this node at once")
-    node.add_argument("--force", action="store_true", help="even if that costs the run its state")
+    node.add_argument("--force", action="store_true", help="even if the run loses its state")
     for name, text in (
         ("freeze-peer", "SIGSTOP the keeper of this node for a while"),
         ("cut-link", "cut the keeper of this node off from its peers for a while"),
@@ -50,7 +49,7 @@ def _add_drill(
 ) -> argparse.ArgumentParser:
     parser = drills.add_parser(name, help=text, description=text, allow_abbrev=False)
     add_choice(parser)
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""`keepstep inspect`: what the shared memory holds, as its own headers say it.
+"""`keepstep inspect`: the content of the shared memory, according to its headers.
 
-Reads the arenas through duplicates of the keeper's descriptors, while training goes on. Nobody is
-asked to wait, so what is read is checked afterwards: a slot that was written meanwhile is read again.
+Reads the arenas through duplicates of the keeper's descriptors, while training goes on. Nothing is
+locked, so headers are compared after reading: a slot that was written meanwhile is read again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from keepstep.cli.keepers import BorrowedArenas, add_choice, borrow_arenas, choo
 from keepstep.cli.tables import format_bytes, format_seconds, make_table, open_console
 from keepstep.errors import IntegrityError, KeeperError
 
-READ_TRIES = 5
-"""A slot is rewritten once per snapshot at most: missing it this often means that it is damaged."""
+READ_TRIES = 5  # a slot is rewritten once per snapshot at most: after so many failures it is damaged
 
 
 class SlotSummary(msgspec.Struct, frozen=True):
-    """A slot by its headers; its bytes are not checked here (`keepstep verify` does)."""
+    """A slot according to its headers; its bytes are not verified here (`keepstep verify` does)."""
 
     index: int
     state: str
@@ -46,6 +45,8 @@ class SlotSummary(msgspec.Struct, frozen=True):
 
 
 class ArenaSummary(msgspec.Struct, frozen=True):
+    """An arena according to its records."""
+
     arena_id: str
     local_index: int
     generation: int
@@ -69,6 +70,8 @@ class LayoutSummary(msgspec.Struct, frozen=True):
 
 
 class Inspection(msgspec.Struct, frozen=True):
+    """`keepstep inspect --json`."""
+
     run_id: str
     node_id: str
     arenas: list[ArenaSummary]
@@ -116,11 +119,11 @@ def _summarize(arena: Arena) -> ArenaSummary:
 
 
 def _summarize_slot(arena: Arena, index: int) -> SlotSummary:
-    found, sealed = arena.trainer_header(index), arena.sealed(index)
-    if found is None:
+    header, sealed = arena.trainer_header(index), arena.sealed(index)
+    if header is None:
         untouched = not any(arena.segment.read(arena.slot_offset(index), 2 * h.RECORD_BYTES))
         return SlotSummary(index, "free" if untouched else "damaged")
-    trainer = found[1]
+    trainer = header[1]
     state = "sealed" if sealed else "committed" if trainer.state == h.COMMITTED else "writing"
     return SlotSummary(
         index, state, rank=trainer.rank, world_size=trainer.world_size, step=trainer.version.step,
@@ -138,12 +141,13 @@ def _find_entries(borrowed: BorrowedArenas, *, rank: int | None, step: int | Non
         if entries is not None:
             return entries
     raise IntegrityError(
-        "the layout does not match its digest", hint="keepstep verify says what is damaged; --step N reads another one"
+        "the layout does not match its digest",
+        hint="keepstep verify finds what is damaged; --step N reads another snapshot",
     )
 
 
 def _choose_slot(borrowed: BorrowedArenas, *, rank: int | None, step: int | None) -> tuple[Arena, int]:
-    found = [
+    candidates = [
         (sealed, arena)
         for arena in borrowed.arenas
         for index in range(arena.num_slots)
@@ -151,14 +155,14 @@ def _choose_slot(borrowed: BorrowedArenas, *, rank: int | None, step: int | None
         and rank in (None, sealed.trainer.rank)
         and step in (None, sealed.version.step)
     ]
-    if not found:
-        raise KeeperError("no sealed snapshot like that is held", hint="keepstep inspect lists what is held")
-    sealed, arena = min(found, key=lambda pair: (pair[0].trainer.rank, -pair[0].version.step))
+    if not candidates:
+        raise KeeperError("no such sealed snapshot is held", hint="keepstep inspect lists the snapshots")
+    sealed, arena = min(candidates, key=lambda pair: (pair[0].trainer.rank, -pair[0].version.step))
     return arena, sealed.slot
 
 
 def _read_entries(arena: Arena, slot: int) -> LayoutSummary | None:
-    """None when the slot was written meanwhile, or is damaged: what was read cannot be believed."""
+    """None when the slot was written meanwhile, or is damaged."""
     sealed = arena.sealed(slot)
     if sealed is None:
         return None
@@ -174,16 +178,16 @@ def _read_entries(arena: Arena, slot: int) -> LayoutSummary | None:
 # Printing
 
 
-def _print(found: Inspection, console: Console) -> None:
-    if found.entries is not None:
-        console.print(_render_entries(found.entries))
+def _print(inspection: Inspection, console: Console) -> None:
+    if inspection.entries is not None:
+        console.print(_render_entries(inspection.entries))
         return
-    console.print(f"run {found.run_id} · node {found.node_id}")
-    if not found.arenas and not found.refused:
-        console.print("nothing is held: no trainer has asked for memory yet")
-    for arena in found.arenas:
+    console.print(f"run {inspection.run_id} · node {inspection.node_id}")
+    if not inspection.arenas and not inspection.refused:
+        console.print("nothing is held: no trainer has requested memory yet")
+    for arena in inspection.arenas:
         console.print(_render_arena(arena))
-    for arena_id, problem in found.refused.items():
+    for arena_id, problem in inspection.refused.items():
         console.print(Text(f"arena {arena_id}: {problem}", style="red"))
 
 

@@ -1,7 +1,7 @@
 """`keepstep keeper`: this node's keeper in the foreground, for systemd, a sidecar or a DaemonSet.
 
-Logs JSON lines to standard error. SIGTERM and SIGINT end it and give the state up. Everything but the
-run, the node and the directory is set as for any keeper: KEEPSTEP_KEEPER_* or keepstep.toml.
+Logs JSON lines to standard error. SIGTERM and SIGINT end it and free the state. All settings but the run,
+the node and the directory come from KEEPSTEP_KEEPER_* or keepstep.toml, as for any keeper.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ def run(args: argparse.Namespace) -> int:
     config = settings(args)
     identity = identify(config)
     if not identity.outlives_launch:
-        raise ConfigError(
-            "a keeper must know which run it serves", hint="keepstep keeper --run-id NAME, the job's --rdzv-id"
-        )
+        raise ConfigError("the keeper has no run id", hint="keepstep keeper --run-id NAME, the job's --rdzv-id")
     try:
         serve(identity, config)
     except AlreadyRunningError as error:

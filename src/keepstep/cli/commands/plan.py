@@ -1,7 +1,7 @@
-"""`keepstep plan --lost NODE`: what a restore would do if these nodes were lost now. Nothing is touched.
+"""`keepstep plan --lost NODE`: what a restore would do if these nodes were lost now. Changes nothing.
 
-The keeper that coordinates the job answers, with the planner that a restore uses. Exit code 0: the state would come
-back; 3: it would not; 1: nobody can say; 2: wrong usage.
+The keeper that coordinates the job answers, with the planner that a restore uses. Exit code 0: the state would be
+restored; 3: it would be lost; 1: no keeper can answer; 2: wrong usage.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.lost:
         print(
-            "keepstep plan answers for a job that runs: which nodes are lost? (try: keepstep plan --lost node3)\n"
+            "keepstep plan needs the nodes that are lost (try: keepstep plan --lost node3)\n"
             "the statistical planner, which chooses intervals and group sizes for a cluster, is not in this release",
             file=sys.stderr,
         )
@@ -57,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
     lost = list(dict.fromkeys(args.lost))
     with connect(identity, config) as link:
         answer, _ = link.request(WantPlan(lost), PlanIs, timeout_s=REQUEST_S)
-    found = forecast_of(identity.run_id, lost, answer)
+    forecast = forecast_of(identity.run_id, lost, answer)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(forecast), indent=2).decode())
     else:
-        open_console().print(render(found))
-    return 0 if found.recoverable else LOST
+        open_console().print(render(forecast))
+    return 0 if forecast.recoverable else LOST
 
 
 def forecast_of(run_id: str, lost: list[str], answer: PlanIs) -> Forecast:
@@ -73,23 +73,23 @@ def forecast_of(run_id: str, lost: list[str], answer: PlanIs) -> Forecast:
     )  # fmt: skip
 
 
-def headline(found: Forecast) -> str:
-    names = ", ".join(found.lost)
-    if found.step is None:
-        return f"With {names} lost now, the state in memory would be lost: {found.failure}."
-    assert found.steps_lost is not None
-    steps = "no finished step" if found.steps_lost == 0 else count(found.steps_lost, "step")
-    done = f"step {found.step} comes back, {max(found.newest_step, found.step)} is done"
+def headline(forecast: Forecast) -> str:
+    names = ", ".join(forecast.lost)
+    if forecast.step is None:
+        return f"With {names} lost now, the state in memory would be lost: {forecast.failure}."
+    assert forecast.steps_lost is not None
+    steps = "no finished step" if forecast.steps_lost == 0 else count(forecast.steps_lost, "step")
+    done = f"step {forecast.step} is restored, {max(forecast.newest_step, forecast.step)} is done"
     return f"With {names} lost now, a restart would cost {steps}: {done}."
 
 
-def render(found: Forecast) -> Group:
-    lines = [Text(headline(found), style="bold green" if found.recoverable else "bold red")]
-    if not found.pieces:
+def render(forecast: Forecast) -> Group:
+    lines = [Text(headline(forecast), style="bold green" if forecast.recoverable else "bold red")]
+    if not forecast.pieces:
         return Group(*lines)
     table = make_table("ranks", "node", "source", "why")
-    for piece in found.pieces:
-        gone = piece.node_id in found.lost
+    for piece in forecast.pieces:
+        gone = piece.node_id in forecast.lost
         node = f"{piece.node_id} (lost)" if gone else piece.node_id
         table.add_row(ranks_text(piece.ranks), node, piece.source, piece.reason, style="yellow" if gone else "")
-    return Group(*lines, Text(), table, Text(), *(Text(reason, style="dim") for reason in found.reasons))
+    return Group(*lines, Text(), table, Text(), *(Text(reason, style="dim") for reason in forecast.reasons))

@@ -1,7 +1,7 @@
-"""`keepstep release`: give the state of a run up and end its keeper.
+"""`keepstep release`: free the state of a run and end its keeper.
 
-Returns when the keeper's process is gone and its files with it, within `REQUEST_S`. What a killed
-keeper left behind is swept too, under the lock that a new keeper would take.
+Returns when the keeper's process has ended and its files are removed, within `REQUEST_S`. Files of a
+killed keeper are removed too, under the lock that a new keeper would take.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ LEASED = "leased"
 
 @dataclass(frozen=True)
 class Released:
+    """The memory of a released run."""
+
     memory_bytes: int
-    holders: int
-    """processes besides the keeper that hold the memory, and free it when they let go"""
+    holders: int  # processes besides the keeper that hold the memory; it is freed when they close it
 
     def __str__(self) -> str:
         size = format_bytes(self.memory_bytes)
         if self.holders:
-            who = "1 process that held it too lets" if self.holders == 1 else f"{self.holders} that held it too let"
-            return f"its keeper is gone, {size} of memory are free when {who} go"
-        return f"its keeper is gone, {size} of memory are free"
+            holders = "1 other process closes" if self.holders == 1 else f"{self.holders} other processes close"
+            return f"its keeper has ended, {size} of memory are free when {holders} it"
+        return f"its keeper has ended, {size} of memory are free"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     dead = _find_dead(config)
     if dead is not None:
         _sweep(dead.identity)
-        print(f"run {dead}: its keeper was dead already, what it left is removed")
+        print(f"run {dead}: its keeper was dead already, its files are removed")
         return 0
     identity = choose_run(config)
     released = release(identity, config, force=args.force)
@@ -75,7 +76,7 @@ def release(identity: Identity, config: Config, *, force: bool = False) -> Relea
 
 
 def _wait_until_gone(identity: Identity, pidfd: int, *, timeout_s: float) -> None:
-    if pidfd < 0:  # another PID namespace: its end cannot be seen from here, and it has agreed to end
+    if pidfd < 0:  # another PID namespace: its end cannot be observed here, and it has accepted the request
         return
     ended, _, _ = select.select([pidfd], [], [], timeout_s)
     if not ended:
@@ -86,7 +87,7 @@ def _wait_until_gone(identity: Identity, pidfd: int, *, timeout_s: float) -> Non
 
 
 def _find_dead(config: Config) -> KnownRun | None:
-    """The one run that is meant, if its keeper is dead: there is nobody to ask."""
+    """The chosen run, if its keeper is dead."""
     runs = find_meant(config)
     return runs[0] if len(runs) == 1 and not runs[0].alive else None
 
@@ -98,7 +99,7 @@ def _sweep(identity: Identity) -> None:
 
 
 def _release_unused(config: Config) -> int:
-    """A run in use is passed over; one that fails does not keep the others."""
+    """Release every unused run; a failure does not stop the others."""
     failed = False
     runs = find_runs(config)
     for run in runs:
@@ -115,7 +116,7 @@ def _release_unused(config: Config) -> int:
 def _release_one(run: KnownRun, config: Config) -> str:
     if not run.alive:
         _sweep(run.identity)
-        return "its keeper was dead already, what it left is removed"
+        return "its keeper was dead already, its files are removed"
     if fetch_status(run.identity).keeper.state != LEASED:
-        return "in use, left alone"
+        return "in use, not released"
     return str(release(run.identity, config))

@@ -1,6 +1,6 @@
-"""`keepstep run`: torchrun's own arguments, unchanged, with what keepstep needs filled in where it was left open.
+"""`keepstep run`: torchrun with its own arguments, and keepstep's defaults for those that are not given.
 
-What is filled in, and nothing else, is in `keepstep/launcher/torchrun.py`.
+The defaults are in `keepstep/launcher/torchrun.py`.
 """
 
 from __future__ import annotations

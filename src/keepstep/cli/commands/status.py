@@ -1,7 +1,7 @@
-"""`keepstep status`: one sentence on what a death would cost right now (see cost.py), the group, a line per rank.
+"""`keepstep status`: one sentence on the cost of a failure now (see risk.py), the group, a line per rank.
 
-`--json` prints `keepstep.types.Status` (docs/cli.md names every field). Exit code 0: everything is protected;
-3: something is not; 1: no keeper answers.
+`--json` prints `keepstep.types.Status` (docs/cli.md names every field). Exit code 0: the run is protected;
+3: it is not; 1: no keeper answers.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class RunStatus(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choice(parser)
     parser.add_argument("--all", action="store_true", help="every run of this user on this node, a line each")
-    parser.add_argument("--json", action="store_true", help="the documented JSON; with --watch one line per look")
+    parser.add_argument("--json", action="store_true", help="the documented JSON; with --watch one line each time")
     parser.add_argument(
         "--watch", nargs="?", type=_seconds, const=WATCH_S, metavar="SECONDS",
-        help=f"look again every SECONDS (default {WATCH_S:g}) until Ctrl-C",
+        help=f"repeat every SECONDS (default {WATCH_S:g}) until Ctrl-C",
     )  # fmt: skip
 
 
@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> int:
     config = settings(args)
     if args.watch is not None:
         return _watch(lambda: _read(config, args), every_s=args.watch, as_json=args.json)
-    found = _read(config, args)
+    status = _read(config, args)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
     else:
-        open_console().print(render(found))
-    return exit_code(found)
+        open_console().print(render(status))
+    return exit_code(status)
 
 
 def _seconds(text: str) -> float:
@@ -78,7 +78,7 @@ def read_all(config: Config) -> list[RunStatus]:
     runs = find_runs(config)
     if not runs:
         raise KeeperError(
-            "no keeper of this user runs on this node", hint="start a job, or say where to look: --runtime-dir PATH"
+            "no keeper of this user runs on this node", hint="start a job, or name its directory: --runtime-dir PATH"
         )
     return [_read_one(run) for run in runs]
 
@@ -93,17 +93,17 @@ def _read_one(run: KnownRun) -> RunStatus:
     return RunStatus(identity.run_id, identity.node_id, run.card.pid, run.alive, error, status)
 
 
-def exit_code(found: Status | list[RunStatus]) -> int:
-    if isinstance(found, Status):
-        return UNPROTECTED if unprotected(found) else 0
-    return UNPROTECTED if any(run.status is None or unprotected(run.status) for run in found) else 0
+def exit_code(status: Status | list[RunStatus]) -> int:
+    if isinstance(status, Status):
+        return UNPROTECTED if unprotected(status) else 0
+    return UNPROTECTED if any(run.status is None or unprotected(run.status) for run in status) else 0
 
 
-# How it looks
+# Output
 
 
-def render(found: Status | list[RunStatus]) -> RenderableType:
-    return _render_one(found) if isinstance(found, Status) else _render_all(found)
+def render(status: Status | list[RunStatus]) -> RenderableType:
+    return _render_one(status) if isinstance(status, Status) else _render_all(status)
 
 
 def _render_one(status: Status) -> Group:
@@ -120,7 +120,7 @@ def _render_one(status: Status) -> Group:
 
 
 def _watermarks(status: Status) -> Text:
-    """The steps in the order in which a snapshot passes them, and what moves it on."""
+    """The newest step of each stage, in the order of the stages, and the rates."""
     parts = [f"done {format_step(newest_done(status))}", f"complete {format_step(status.step)}"]
     if status.target_step is not None:
         parts.append(f"being protected {status.target_step}")
@@ -180,11 +180,11 @@ def _render_all(runs: list[RunStatus]) -> Table:
     return table
 
 
-# Again and again
+# --watch
 
 
 def _watch(read: Callable[[], Status | list[RunStatus]], *, every_s: float, as_json: bool) -> int:
-    """Until Ctrl-C. A keeper that is gone for a while (its trainers start another one) is shown, not an end."""
+    """Print until Ctrl-C. A missing keeper is an error line, not the end: its trainers start another one."""
     try:
         if as_json:
             _watch_json(read, every_s)
@@ -207,15 +207,15 @@ def _watch_table(read: Callable[[], Status | list[RunStatus]], every_s: float) -
     console = open_console()
     if not console.is_terminal:  # a log: one table after the other
         while True:
-            console.print(_look(read))
+            console.print(_render_now(read))
             time.sleep(every_s)
-    with Live(_look(read), console=console, auto_refresh=False) as live:
+    with Live(_render_now(read), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(every_s)
-            live.update(_look(read), refresh=True)
+            live.update(_render_now(read), refresh=True)
 
 
-def _look(read: Callable[[], Status | list[RunStatus]]) -> RenderableType:
+def _render_now(read: Callable[[], Status | list[RunStatus]]) -> RenderableType:
     try:
         return render(read())
     except Error as error:

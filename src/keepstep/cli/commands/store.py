@@ -1,7 +1,7 @@
-"""`keepstep store`: the rendezvous store in the foreground, on a machine that does not fail with the job.
+"""`keepstep store`: serve the rendezvous store in the foreground, on a machine that does not fail with the job.
 
-Every agent is given its address (`--rdzv-endpoint`). Without it one of the agents serves the store, and the
-job cannot restart once that node is dead.
+Every agent gets its address (`--rdzv-endpoint`). Without it one of the agents serves the store, and the job
+cannot restart once that node is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_PORT = 65535
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bind", required=True, metavar="HOST:PORT",
-        help="the address on which agents reach it, and a port (0: a free one). Nobody is asked who they are: "
+        help="the address on which agents reach it, and a port (0: a free one). Clients are not authenticated: "
         "bind to the cluster's own network",
     )  # fmt: skip
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     with ended_in_order():
         store = serve(host, port)
         place = f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
-        try:  # whoever reads these lines may end it at once
+        try:  # a reader of these lines may end it at once
             print(f"the store is served at {place} until SIGTERM or Ctrl-C", flush=True)
             print(f"agents: --rdzv-backend=keepstep --rdzv-endpoint={place} --rdzv-conf=is_host=0", flush=True)
             threading.Event().wait()

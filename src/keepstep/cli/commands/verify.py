@@ -1,7 +1,7 @@
-"""`keepstep verify`: have the keeper check every sealed snapshot against its checksums, now.
+"""`keepstep verify`: check every sealed snapshot against its checksums now.
 
-Training goes on, so a slot may be taken up again while it is read. Only what the keeper still calls
-corrupt afterwards counts; a slot that was replaced meanwhile is named as such. Exit code 0: all sound; 3: not.
+Training goes on, so a slot may be rewritten while the keeper reads it. Only slots that the keeper still
+reports as corrupt afterwards count; a replaced slot is listed as replaced. Exit code 0: all sound; 3: not.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ def run(args: argparse.Namespace) -> int:
     identity = choose_run(config)
     with connect(identity, config) as link:
         verified, _ = link.request(WantVerify(), Verified, timeout_s=RESTORE_S)
-    found = judge(verified.results, fetch_status(identity))
+    verification = judge(verified.results, fetch_status(identity))
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(verification), indent=2).decode())
     else:
-        _print(found)
-    return 0 if found.sound else UNSOUND
+        _print(verification)
+    return 0 if verification.sound else UNSOUND
 
 
 def judge(results: list[VerifyResult], after: Status) -> Verification:
-    """What was read, in the light of the status afterwards. Nothing held is nothing sound."""
+    """Verdicts from the results and the status afterwards. A node without snapshots is not sound."""
     slots = {(rank.rank, slot.index): slot for rank in after.ranks for slot in rank.slots}
     verdicts = [_judge_one(result, slots.get((result.rank, result.slot))) for result in results]
-    seen = {(verdict.rank, verdict.slot) for verdict in verdicts}
+    judged = {(verdict.rank, verdict.slot) for verdict in verdicts}
     verdicts += [
         SnapshotVerdict(rank, index, slot.step, slot.size_bytes, "corrupt", "found before")
         for (rank, index), slot in slots.items()
-        if slot.state == "corrupt" and (rank, index) not in seen
+        if slot.state == "corrupt" and (rank, index) not in judged
     ]
     sound = bool(verdicts) and all(verdict.verdict != "corrupt" for verdict in verdicts)
     return Verification(after.run_id, after.node_id, sound, sorted(verdicts, key=lambda v: (v.rank, v.slot)))
@@ -81,19 +81,19 @@ def _judge_one(result: VerifyResult, now: SlotStatus | None) -> SnapshotVerdict:
     return SnapshotVerdict(result.rank, result.slot, result.step, result.size_bytes, verdict, problem)
 
 
-def _print(found: Verification) -> None:
+def _print(verification: Verification) -> None:
     console = open_console()
-    if not found.results:
-        console.print(f"no snapshot of run {found.run_id} is sealed yet: nothing to check")
+    if not verification.results:
+        console.print(f"no snapshot of run {verification.run_id} is sealed yet: nothing to check")
         return
     table = make_table(">rank", ">slot", ">step", ">size", "verdict", "problem")
-    for item in found.results:
+    for item in verification.results:
         style = "red" if item.verdict == "corrupt" else ""
         size = format_bytes(item.size_bytes)
         table.add_row(str(item.rank), str(item.slot), str(item.step), size, item.verdict, item.problem, style=style)
     console.print(table)
-    corrupt = sum(item.verdict == "corrupt" for item in found.results)
+    corrupt = sum(item.verdict == "corrupt" for item in verification.results)
     if corrupt:
         console.print(f"{count(corrupt, 'snapshot')} corrupt: a restore takes the newest version that is sound")
     else:
-        console.print(f"{count(len(found.results), 'snapshot')} checked, none corrupt")
+        console.print(f"{count(len(verification.results), 'snapshot')} checked, none corrupt")

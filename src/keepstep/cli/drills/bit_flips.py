@@ -1,4 +1,4 @@
-"""`drill flip-bits`: bits of the newest sealed snapshot of one rank, which nobody writes until the next is complete."""
+"""`drill flip-bits`: flip bits in the newest sealed snapshot of one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REGIONS = ("payload", "layout", "values", "table", "trainer-header", "keeper-hea
 
 @dataclass(frozen=True)
 class Target:
-    """The slot that is hit, and the stretch of it."""
+    """The slot and the byte range whose bits are flipped."""
 
     arena: Arena
     sealed: SealedSlot
@@ -36,7 +36,7 @@ def flip_bits(args: argparse.Namespace, identity: Identity, config: Config) -> i
         where = f"{_name(target)} of run {identity.run_id!r}"
         if not confirmed(f"flip {count(args.count, 'bit')} in {where}?", args):
             return NOT_CONFIRMED
-        target = choose_target(borrowed, rank=args.rank, region=args.region)  # training went on meanwhile
+        target = choose_target(borrowed, rank=args.rank, region=args.region)  # training has continued meanwhile
         bits = choose_bits(target.span, num_bits=args.count, seed=seed)
         flip(target, bits)
     print(f"flipped {count(len(bits), 'bit')} in {_name(target)} (--seed {seed})")
@@ -50,23 +50,23 @@ def _name(target: Target) -> str:
 
 
 def choose_target(borrowed: BorrowedArenas, *, rank: int | None, region: str) -> Target:
-    """The newest sealed slot of a rank, the lowest rank unless told."""
-    found = [
+    """The newest sealed slot of a rank, by default of the lowest. It is not written until the next one is complete."""
+    candidates = [
         (sealed, arena)
         for arena in borrowed.arenas
         for index in range(arena.num_slots)
         if (sealed := arena.sealed(index)) is not None and rank in (None, sealed.trainer.rank)
     ]
-    if not found:
-        raise KeeperError("no sealed snapshot like that is held", hint="keepstep inspect lists what is held")
-    lowest = min(sealed.trainer.rank for sealed, _ in found)
-    mine = [pair for pair in found if pair[0].trainer.rank == lowest]
-    sealed, arena = max(mine, key=lambda pair: pair[0].version)
+    if not candidates:
+        raise KeeperError("no such sealed snapshot is held", hint="keepstep inspect lists the snapshots")
+    lowest = min(sealed.trainer.rank for sealed, _ in candidates)
+    of_rank = [pair for pair in candidates if pair[0].trainer.rank == lowest]
+    sealed, arena = max(of_rank, key=lambda pair: pair[0].version)
     return Target(arena, sealed, region, find_span(arena, sealed, region))
 
 
 def find_span(arena: Arena, sealed: SealedSlot, region: str) -> SlotSpan:
-    """The bytes of a region that mean something: the used ones, and of a header the newer copy."""
+    """The used bytes of a region; of a header, the newer copy."""
     slot = sealed.slot
     used = dict(zip(("layout", "values", "payload"), arena.used_spans(slot, sealed.trainer), strict=True))
     if region in used:
@@ -83,21 +83,21 @@ def _newer_copy(arena: Arena, offset: int, kind: type[TrainerHeader] | type[Keep
     copies = [SlotSpan(offset + half * h.RECORD_BYTES, h.RECORD_BYTES) for half in (0, 1)]
 
     def sequence(copy: SlotSpan) -> int:
-        found = h.decode_copy(kind, arena.segment.read(copy.offset, copy.size_bytes))
-        return found[0] if found else -1
+        decoded = h.decode_copy(kind, arena.segment.read(copy.offset, copy.size_bytes))
+        return decoded[0] if decoded else -1
 
     return max(copies, key=sequence)
 
 
 def choose_bits(span: SlotSpan, *, num_bits: int, seed: int) -> list[int]:
-    """Different bits, counted from the start of the arena: the same one twice would be no fault at all."""
+    """Distinct bits, counted from the start of the arena: flipping one twice would change nothing."""
     if num_bits > span.size_bytes * 8:
         raise KeeperError(f"{num_bits} bits cannot be flipped in {span.size_bytes} bytes", hint="another --region")
     return [span.offset * 8 + bit for bit in random.Random(seed).sample(range(span.size_bytes * 8), num_bits)]
 
 
 def flip(target: Target, bits: list[int]) -> None:
-    """Flip, and make sure that nobody took the slot up meanwhile: its next snapshot would carry the fault."""
+    """Flip the bits. Raises when the slot was rewritten meanwhile: its next snapshot would have the fault."""
     segment, slot = target.arena.segment, target.sealed.slot
     before = target.arena.keeper_header(slot), target.arena.trainer_header(slot)
     for bit in bits:
@@ -106,6 +106,6 @@ def flip(target: Target, bits: list[int]) -> None:
     after = target.arena.keeper_header(slot), target.arena.trainer_header(slot)
     if before != after and not target.region.endswith("header"):
         raise IntegrityError(
-            f"slot {slot} was taken up again while its bits were flipped: do not trust the next snapshot in it",
+            f"slot {slot} was rewritten while its bits were flipped: do not trust the next snapshot in it",
             hint="wait for two more versions (keepstep status), then repeat the drill",
         )

@@ -1,4 +1,4 @@
-"""`drill kill-trainer`, `kill-keeper` and `kill-node`: SIGKILL, and what should happen next."""
+"""`drill kill-trainer`, `kill-keeper` and `kill-node`: SIGKILL, and a line on what should happen next."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def kill_trainer(args: argparse.Namespace, identity: Identity, config: Config) -
 
 
 def choose_trainers(status: Status, *, rank: int | None, every: bool) -> list[RankStatus]:
-    living = [found for found in status.ranks if found.alive and found.pid > 0]
-    chosen = living if every else [found for found in living if rank in (None, found.rank)][:1]
+    living = [trainer for trainer in status.ranks if trainer.alive and trainer.pid > 0]
+    chosen = living if every else [trainer for trainer in living if rank in (None, trainer.rank)][:1]
     if not chosen:
         what = "no trainer" if rank is None else f"no trainer of rank {rank}"
-        raise KeeperError(f"{what} lives on this node", hint="keepstep status shows who does")
+        raise KeeperError(f"{what} lives on this node", hint="keepstep status lists the trainers")
     return chosen
 
 
@@ -54,9 +54,9 @@ def kill(link: KeeperClient, ranks: dict[int, int], config: Config) -> Status:
     with contextlib.ExitStack() as stack:
         pidfds = {pid: open_pidfd(pid, stack) for pid in ranks}
         status = ask_status(link, config)
-        living = {found.pid: found.rank for found in status.ranks if found.alive}
+        living = {trainer.pid: trainer.rank for trainer in status.ranks if trainer.alive}
         for pid, rank in ranks.items():
-            # The keeper follows its trainers by pidfd: alive now means that ours is the same process.
+            # The keeper follows its trainers by pidfd: one that is alive now is the process of our pidfd.
             if living.get(pid) != rank:
                 raise KeeperError(f"process {pid} is not the trainer of rank {rank} any more", hint="keepstep status")
         for pidfd in pidfds.values():
@@ -69,7 +69,7 @@ def kill(link: KeeperClient, ranks: dict[int, int], config: Config) -> Status:
 def _after_trainers(status: Status) -> str:
     back = "the run begins again: no version was complete"
     if status.step is not None:
-        back = f"restore() gives step {status.step} or a later one back"
+        back = f"restore() restores step {status.step} or a later one"
     if status.keeper.launcher_alive:
         return f"now: the launcher starts the trainers again, and {back}"
     return f"now: start the job again with the run id {status.run_id!r}, and {back}"
@@ -79,24 +79,24 @@ def kill_keeper(args: argparse.Namespace, identity: Identity, config: Config) ->
     with connect(identity, config) as link, contextlib.ExitStack() as stack:
         pid = peer_pid(link)
         if not pid:
-            raise KeeperError("the keeper lives in another PID namespace", hint="run the drill inside its container")
+            raise KeeperError("the keeper runs in another PID namespace", hint="run the drill inside its container")
         pidfd = open_pidfd(pid, stack)
         status = ask_status(link, config)  # it answers on this connection: the pidfd is its own
-        risk = "" if status.keeper.holders else " NOBODY ELSE HOLDS THE MEMORY: what it holds will be lost."
+        risk = "" if status.keeper.holders else " NO OTHER PROCESS HOLDS THE MEMORY: the state will be lost."
         if not confirmed(f"SIGKILL the keeper (pid {pid}) of run {identity.run_id!r}?{risk}", args):
             return NOT_CONFIRMED
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         wait_until_dead(pid, pidfd)
     print(f"killed the keeper (pid {pid})")
     if status.keeper.holders:
-        print("now: whoever holds the memory starts a new keeper, which adopts it; training does not stop")
+        print("now: a process that holds the memory starts a new keeper, which adopts it; training does not stop")
     else:
-        print("now: nothing is held any more; the next trainer starts a new keeper")
+        print("now: the state is lost; the next trainer starts a new keeper")
     return 0
 
 
 def kill_node(args: argparse.Namespace, identity: Identity, config: Config) -> int:
-    """Everything of this run on this node, at one instant, as when its power goes."""
+    """Kill all processes of this run on this node at once, as a power failure does."""
     with connect(identity, config) as link, contextlib.ExitStack() as stack:
         check_same_namespace(link)
         check_covered(ask_status(link, config), force=args.force)
@@ -104,7 +104,7 @@ def kill_node(args: argparse.Namespace, identity: Identity, config: Config) -> i
         if not confirmed(f"SIGKILL {what}?", args):
             return NOT_CONFIRMED
         status = ask_status(link, config)
-        check_covered(status, force=args.force)  # training went on meanwhile
+        check_covered(status, force=args.force)  # training has continued meanwhile
         pidfds = hold_still(link, config, stack)
         for pidfd in pidfds.values():
             send(pidfd, signal.SIGKILL)
@@ -116,19 +116,19 @@ def kill_node(args: argparse.Namespace, identity: Identity, config: Config) -> i
 
 
 def check_covered(status: Status, *, force: bool) -> None:
-    """A drill must not cost a run its state by accident."""
+    """Refuse a drill that would lose the state of the run, unless forced."""
     if not force and losses_left(status) == 0:
         raise KeeperError(
-            f"this is no drill but a disaster. {of_dead_node(status)}", hint="wait for a protected version; or --force"
+            f"the run would lose its state. {of_dead_node(status)}", hint="wait for a protected version; or --force"
         )
 
 
 def _after_node(status: Status) -> str:
     if status.protected_step is None:
-        return "now: what this node held is lost"
+        return "now: the state of this node is lost"
     lag = max(0, newest_done(status) - status.protected_step)
     return (
         "now: the launchers of the other nodes notice within seconds and wait for a node in its place (a spare, or a "
-        f"launcher that you start); then restore() gives step {status.protected_step} or a later one back "
+        f"launcher that you start); then restore() restores step {status.protected_step} or a later one "
         f"({count(lag, 'step')} of {newest_done(status)} done again at most)"
     )

@@ -1,6 +1,6 @@
-"""`drill freeze-peer` and `cut-link`: a keeper that its peers cannot reach for a while, and how the group heals.
+"""`drill freeze-peer` and `cut-link`: make a keeper unreachable for a while, and report how the group heals.
 
-Neither may disturb training: a lost keeper connection stops protection, never the job. What was frozen is
+Neither may disturb training: a lost keeper connection stops protection, never the job. A frozen keeper is
 thawed however the drill ends, SIGKILL excepted.
 """
 
@@ -24,8 +24,7 @@ from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
 from keepstep.types import Status
 
-HEAL_S = 60.0
-"""From the end of the outage until a newer version is protected; links are back within seconds."""
+HEAL_S = 60.0  # from the end of the outage until a newer version is protected; links are up within seconds
 POLL_S = 0.2
 NOT_HEALED = 3
 
@@ -46,7 +45,7 @@ def freeze_peer(args: argparse.Namespace, identity: Identity, config: Config) ->
         finally:
             send(pidfd, signal.SIGCONT)
     print("thawed", flush=True)
-    return tell_healing(identity, before)
+    return report_healing(identity, before)
 
 
 def cut_link(args: argparse.Namespace, identity: Identity, config: Config) -> int:
@@ -58,24 +57,22 @@ def cut_link(args: argparse.Namespace, identity: Identity, config: Config) -> in
         link.request(CutLinks(args.seconds), Done, timeout_s=REQUEST_S)
     print(f"cut the keeper of {identity.node_id} off from its peers for {args.seconds:g} s", flush=True)
     mended = time.monotonic() + args.seconds
-    seen = wait_for(identity, lambda status: len(away_from(status)) == len(before.group) - 1, timeout_s=args.seconds)
-    if seen is None:
-        print(f"its links were not seen to end within {args.seconds:g} s")
+    noticed = wait_for(identity, lambda status: len(away_from(status)) == len(before.group) - 1, timeout_s=args.seconds)
+    if noticed is None:
+        print(f"its links did not end within {args.seconds:g} s")
     time.sleep(max(0.0, mended - time.monotonic()))
     print("the links may be made again", flush=True)
-    return tell_healing(identity, before)
+    return report_healing(identity, before)
 
 
 def check_group(status: Status) -> Status:
     if len(status.group) < 2:
-        raise KeeperError(
-            "this node has no peers: there is nothing to cut off", hint="a job of several nodes, with parity.losses > 0"
-        )
+        raise KeeperError("this node has no peers to cut off", hint="a job of several nodes, with parity.losses > 0")
     return status
 
 
-def tell_healing(identity: Identity, before: Status) -> int:
-    """What the outage did to the lag, and when a version that is newer than it was protected again."""
+def report_healing(identity: Identity, before: Status) -> int:
+    """Report the lag before and after the outage, and when a newer version is protected."""
     ended = time.monotonic()
     after = wait_for(identity, lambda status: True, timeout_s=HEAL_S)
     if after is None:
@@ -90,7 +87,7 @@ def tell_healing(identity: Identity, before: Status) -> int:
         return NOT_HEALED
     seconds = time.monotonic() - ended
     marks = f"step {healed.protected_step} is protected, lag {_lag(healed)}"
-    print(f"healed {seconds:.1f} s later: all peers are there, {marks}")
+    print(f"healed {seconds:.1f} s later: all peers are up, {marks}")
     if healed.incarnation != before.incarnation:
         print(f"but the job was restarted: incarnation {before.incarnation} is now {healed.incarnation}")
         return NOT_HEALED
@@ -98,7 +95,7 @@ def tell_healing(identity: Identity, before: Status) -> int:
 
 
 def _is_healed(status: Status, newest: int) -> bool:
-    """Something that was done before the outage ended is protected on a group that is whole."""
+    """Whether a step at least as new as the end of the outage is protected on a complete group."""
     return not away_from(status) and status.protected_step is not None and status.protected_step >= newest
 
 
@@ -107,7 +104,7 @@ def _lag(status: Status) -> str:
 
 
 def wait_for(identity: Identity, holds: Callable[[Status], bool], *, timeout_s: float) -> Status | None:
-    """The first status of which it is true; None when none comes in time. A keeper that is busy is asked again."""
+    """The first status for which `holds` is true; None at the timeout. A busy keeper is asked again."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         with contextlib.suppress(Error):

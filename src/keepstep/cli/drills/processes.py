@@ -24,19 +24,19 @@ from keepstep.control.messages import ProcessesAre, StatusIs, WantProcesses, Wan
 from keepstep.errors import KeeperError
 from keepstep.types import Status
 
-DIE_S = 10.0
-"""From SIGKILL to the end of a process: longer only while it is stuck in the kernel."""
-MAX_ROUNDS = 100
+DIE_S = 10.0  # from SIGKILL to the end of a process: longer only while it is stuck in the kernel
+MAX_ROUNDS = 100  # of stopping new children
 NOT_CONFIRMED = 1
 
 
 def confirmed(question: str, args: argparse.Namespace) -> bool:
+    """Whether the user answers yes, or passed --yes."""
     if args.yes:
         return True
     try:
         answer = input(f"{question} [y/N] ")
     except EOFError:
-        raise KeeperError("nobody is there to confirm it", hint="--yes") from None
+        raise KeeperError("the drill needs a confirmation, and there is no terminal", hint="--yes") from None
     if answer.strip().lower() in ("y", "yes"):
         return True
     print("nothing was done", file=sys.stderr)
@@ -49,13 +49,13 @@ def ask_status(link: KeeperClient, config: Config) -> Status:
 
 
 def check_same_namespace(link: KeeperClient) -> None:
-    """A pid means the same process here as it does to the keeper, or nothing is killed."""
+    """Refuse the drill unless pids mean the same processes here as in the keeper."""
     try:
         same = os.readlink(f"/proc/{peer_pid(link)}/ns/pid") == os.readlink("/proc/self/ns/pid")
     except OSError:
         same = False
     if not same:
-        raise KeeperError("the keeper lives in another PID namespace", hint="run the drill inside its container")
+        raise KeeperError("the keeper runs in another PID namespace", hint="run the drill inside its container")
 
 
 def open_pidfd(pid: int, stack: contextlib.ExitStack) -> int:
@@ -78,23 +78,22 @@ def wait_until_dead(pid: int, pidfd: int) -> None:
 
 
 def hold_still(link: KeeperClient, config: Config, stack: contextlib.ExitStack) -> dict[int, int]:
-    """Stop every process of the node, so that none sees another one die; pidfds by pid. Leaving the stack closes them.
+    """Stop every process of the node, so that none reacts to the end of another; pidfds by pid. The stack closes them.
 
-    The keeper knows itself, the launchers and the trainers; data-loader workers and the like are their children.
+    The keeper reports itself, the launchers and the trainers; data-loader workers and the like are their children.
     Raises before anything is stopped when the drill itself is among them.
     """
-    known = _known(link, config)
     pidfds = {}
-    for pid in known:
+    for pid in _reported(link, config):
         with contextlib.suppress(KeeperError):
             pidfds[pid] = open_pidfd(pid, stack)
-    still = _known(link, config)  # the keeper follows them by pidfd: named again means that ours is the same process
-    pidfds = {pid: pidfd for pid, pidfd in pidfds.items() if pid in still}
+    again = _reported(link, config)  # the keeper follows them by pidfd: a pid reported again is the same process
+    pidfds = {pid: pidfd for pid, pidfd in pidfds.items() if pid in again}
     if _ancestry(os.getpid()) & pidfds.keys():
         raise KeeperError("the drill runs inside the job that it would kill", hint="another shell")
     for pidfd in pidfds.values():
         send(pidfd, signal.SIGSTOP)
-    for _ in range(MAX_ROUNDS):  # what is stopped has no more children: this ends
+    for _ in range(MAX_ROUNDS):  # stopped processes start no more children: this ends
         new = _children(pidfds) - pidfds.keys()
         if not new:
             break
@@ -107,19 +106,19 @@ def hold_still(link: KeeperClient, config: Config, stack: contextlib.ExitStack) 
     return pidfds
 
 
-def _known(link: KeeperClient, config: Config) -> list[int]:
-    """Launchers first: a launcher that runs on would start trainers again."""
-    found, _ = link.request(WantProcesses(), ProcessesAre, timeout_s=REQUEST_S)
-    return [*found.launchers, *found.trainers, peer_pid(link)]
+def _reported(link: KeeperClient, config: Config) -> list[int]:
+    """Processes that the keeper reports. Launchers first: one that still runs would start trainers again."""
+    processes, _ = link.request(WantProcesses(), ProcessesAre, timeout_s=REQUEST_S)
+    return [*processes.launchers, *processes.trainers, peer_pid(link)]
 
 
 def _children(pids: Iterable[int]) -> set[int]:
-    found: set[int] = set()
+    children: set[int] = set()
     for pid in pids:
         for path in Path(f"/proc/{pid}/task").glob("*/children"):
             with contextlib.suppress(OSError):
-                found.update(map(int, path.read_text().split()))
-    return found
+                children.update(map(int, path.read_text().split()))
+    return children
 
 
 def _parent(pid: int) -> int:
@@ -130,8 +129,8 @@ def _parent(pid: int) -> int:
 
 
 def _ancestry(pid: int) -> set[int]:
-    found: set[int] = set()
-    while pid > 0 and pid not in found:
-        found.add(pid)
+    ancestors: set[int] = set()
+    while pid > 0 and pid not in ancestors:
+        ancestors.add(pid)
         pid = _parent(pid)
-    return found
+    return ancestors
