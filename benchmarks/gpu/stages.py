@@ -9,16 +9,16 @@ from typing import Any
 import keepstep
 
 STAGES = (
-    ("_capture", "suspect"),
-    ("", "_grant"),
+    ("_capture", "check_unfenced_write"),
+    ("_grants", "next"),
     ("_survey", "at"),
     ("_survey._reader", "read"),
     ("_survey", "_is_known"),
     ("_capture", "begin"),
     ("_capture._prepared", "next_checks"),
-    ("_capture", "_copy_eager"),
-    ("_capture", "_gather_now"),
-    ("_capture", "_depart"),
+    ("_capture._eager", "copy"),
+    ("_capture._small", "clone_eager"),
+    ("_capture", "_add_transfer"),
     ("_fence", "arm"),
 )
 """(where it hangs in a Snapshotter, its name)"""

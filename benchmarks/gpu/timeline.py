@@ -23,13 +23,13 @@ class Timeline:
 
     def __init__(self, snapshots: keepstep.Snapshotter) -> None:
         self._seen: dict[int, dict[str, float]] = {}
-        capture, waiting = snapshots._capture, snapshots._waiting
+        capture, pending = snapshots._capture, snapshots._reporter._open
         self._before(snapshots, "_take", lambda args: args[0], "asked")
         self._after(capture, "begin", lambda args: args[2].step, "taken")
         self._before(capture, "_compare", lambda args: args[0].version.step, "landed")
         self._after(capture, "_compare", lambda args: args[0].version.step, "compared")
         self._after(capture, "_commit", lambda args: args[0].version.step, "committed")
-        self._after(waiting, "complete", lambda args: args[0].step, "complete")
+        self._after(pending, "complete", lambda args: args[0].step, "complete")
 
     def clear(self) -> None:
         self._seen.clear()

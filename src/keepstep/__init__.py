@@ -21,8 +21,7 @@ from keepstep.errors import CaptureError, ConfigError, Error, IntegrityError, Ke
 from keepstep.types import Source, Stateful, Status, Survives
 
 if TYPE_CHECKING:
-    from keepstep.trainer.restore.writer import Restored
-    from keepstep.trainer.results import PendingSnapshot
+    from keepstep.trainer.results import PendingSnapshot, Restored
     from keepstep.trainer.snapshotter import Snapshotter
 
 __all__ = [
@@ -45,7 +44,7 @@ __all__ = [
 
 _LAZY = {
     "PendingSnapshot": "keepstep.trainer.results",
-    "Restored": "keepstep.trainer.restore.writer",
+    "Restored": "keepstep.trainer.results",
     "Snapshotter": "keepstep.trainer.snapshotter",
 }
 

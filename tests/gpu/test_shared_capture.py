@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import queue
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +22,10 @@ from keepstep.config import TakeConfig
 from keepstep.layout import CHUNK_BYTES, ReplicaSet
 from keepstep.parity.code import Code
 from keepstep.trainer.capture.capture import Capture
-from keepstep.trainer.capture.job import CaptureJob
 from keepstep.trainer.connection.environment import RankPlace, World
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.plan import arena_size
-from keepstep.trainer.plan.copy_plan import PlanTurns
+from keepstep.trainer.plan.copy_plan import CopyPlan, PlanTurns
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.tensor_blocks import build, flat_bytes
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
@@ -73,6 +74,24 @@ def check(stream: ReplicaSet, whole: torch.Tensor, payload: torch.Tensor) -> Non
         assert torch.equal(landed, expected), stored
 
 
+class Outcomes:
+    """Collects the outcomes of captures."""
+
+    def __init__(self) -> None:
+        self.queue: queue.Queue[tuple[int, str]] = queue.Queue()
+
+    def committed(self, arena_id: str, slot: int, version: Version) -> None:
+        self.queue.put((slot, ""))
+
+    def voided(self, arena_id: str, slot: int, version: Version, reason: str) -> None:
+        self.queue.put((slot, reason))
+
+
+def cached_plan(plan: CopyPlan) -> Any:
+    reading = SimpleNamespace(values=b"values", least_values_bytes=6)
+    return SimpleNamespace(plan=plan, reading=reading, look=lambda: "")
+
+
 @pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("mode", "losses"), [("full", 1), ("share", 1), ("share", 2), ("share", 3)])
 def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: int) -> None:
@@ -90,11 +109,8 @@ def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: in
     arena = Arena.create(header)
     view = ArenaView(arena, Mapping(arena.segment))
     view.register_with_cuda()
-    over: queue.Queue[tuple[CaptureJob, str]] = queue.Queue()
-    capture = Capture(
-        RankPlace(1, 4, 0, 1), TakeConfig(budget_ms=60_000), fence,
-        committed=lambda job: over.put((job, "")), voided=lambda job, reason: over.put((job, reason)),
-    )  # fmt: skip
+    outcomes = Outcomes()
+    capture = Capture(RankPlace(1, 4, 0, 1), TakeConfig(budget_ms=60_000), fence, outcomes)
     try:
         for number in range(STEPS):
             if number != 2:  # once without a step: its fence is not trusted, and all is copied inside take
@@ -103,12 +119,12 @@ def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: in
             assert plan.schedule(fence.watched).lazy or number == 2
             expected = [stream_bytes(stream, tensors) for stream in plan.layout.replica_sets]
             version = Version(Incarnation(1, 1), number)
-            capture.begin(view, number % 2, version, plan, inexact=False, behind=lambda: b"values")
+            capture.begin(view, number % 2, version, cached_plan(plan), inexact=False)
             step(params, optimizer)  # waits where it must
-            job, reason = over.get(timeout=60)
+            slot, reason = outcomes.queue.get(timeout=60)
             assert not reason, reason
             for stream, whole in zip(plan.layout.replica_sets, expected, strict=True):
-                check(stream, whole, view.payload(job.slot))
+                check(stream, whole, view.payload(slot))
     finally:
         capture.close()
         fence.close()

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import keepstep
-from keepstep.layout import SnapshotSize
 from keepstep.testing.run import LocalRun
 from keepstep.trainer.capture.host_copy import SmallHostTensors
 from keepstep.trainer.integrity.checks import SnapshotChecks
@@ -192,24 +191,21 @@ def test_a_flipped_bit_is_found_in_the_map(run: LocalRun) -> None:
         snapshots.close(finished=True)
 
 
-def test_memory_that_is_replaced_waits_for_a_take_that_has_begun(
+def test_take_replaces_a_refused_arena_only_when_no_take_uses_it(
     run: LocalRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its descriptor would be closed under the take, and the number given to somebody else's file."""
+    """Otherwise the descriptor would be closed under the take, and its number given to another file."""
     training, write = Training(seed=1), SmallHostTensors.write
     before: list[Any] = []
 
-    def slow(self: SmallHostTensors, fd: int, start: int) -> None:
+    def refuse_meanwhile(self: SmallHostTensors, fd: int, start: int) -> None:
         if before:
-            memory = snapshots._memory
-            header = before[0].arena.header
-            need = SnapshotSize(header.layout_capacity, 2 * header.values_capacity, header.payload_capacity)
-            memory.grow(need, before=snapshots._let_go)
-            time.sleep(1.0)
-            assert memory.view is before[0], "the memory went away"
+            snapshots._reporter.arena_refused()
+            time.sleep(0.5)
+            assert snapshots._memory.view is before[0], "the arena was closed inside take"
         write(self, fd, start)
 
-    monkeypatch.setattr(SmallHostTensors, "write", slow)
+    monkeypatch.setattr(SmallHostTensors, "write", refuse_meanwhile)
     with keepstep.Snapshotter(training.state, run.config()) as snapshots:
         snapshots.restore()
         for step in range(1, 4):
@@ -219,15 +215,15 @@ def test_memory_that_is_replaced_waits_for_a_take_that_has_begun(
         training.step()
         pending = snapshots.take(4)
         before.clear()
-        assert not pending.skipped, pending.reason
-        assert "Bad file descriptor" not in pending.reason
-        pending.wait(timeout_s=10)
+        assert pending.wait(timeout_s=10) >= keepstep.Survives.PROCESS, pending.reason
+        training.step()
+        assert "growing" in snapshots.take(5).reason
         deadline = time.monotonic() + 20
         while snapshots._memory.busy:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         complete = False
-        for step in range(5, 60):
+        for step in range(6, 60):
             training.step()
             complete = snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
             if complete:

@@ -14,6 +14,7 @@ import torch
 
 import keepstep
 from keepstep.testing.run import LocalRun
+from keepstep.trainer.capture.grants import Skip
 from keepstep.trainer.plan.stillness import LOOKS, MOVED
 
 LAYERS = 60
@@ -76,13 +77,8 @@ def close_after() -> Iterator[Callable[[keepstep.Snapshotter], keepstep.Snapshot
 
 def take_when_granted(snapshots: keepstep.Snapshotter, step: int) -> keepstep.PendingSnapshot:
     """A trainer knows that its snapshot is void before its keeper does: the next grant comes a moment later."""
-    view = snapshots._memory.view
-    assert view is not None
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        granted = view.arena.grant()
-        if granted is not None and granted.after(snapshots._used[1]) is not None:
-            break
+    while isinstance(snapshots._grants.next(step), Skip) and time.monotonic() < deadline:
         time.sleep(0.005)
     return snapshots.take(step)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,11 +19,10 @@ import torch
 
 from keepstep.arena.records import Grant
 from keepstep.config import Config, resolve
-from keepstep.control.messages import Committed, Complete, Protected, Void, Voided
 from keepstep.errors import CaptureError, ConfigError
 from keepstep.layout import SnapshotSize
 from keepstep.trainer.capture.capture import Capture
-from keepstep.trainer.capture.job import CaptureJob
+from keepstep.trainer.capture.grants import GrantReader, Skip
 from keepstep.trainer.connection.agreement import meet_if_needed
 from keepstep.trainer.connection.environment import (
     World,
@@ -33,18 +31,17 @@ from keepstep.trainer.connection.environment import (
     registration,
     warn_about_shared_store,
 )
-from keepstep.trainer.connection.keeper_link import KeeperLink, Listeners, RankState
-from keepstep.trainer.memory.arena_view import ArenaView
+from keepstep.trainer.connection.keeper_link import KeeperLink, RankState
 from keepstep.trainer.memory.rank_arena import RankArena
 from keepstep.trainer.plan import arena_size
 from keepstep.trainer.plan.copy_plan import SMALL_BYTES
-from keepstep.trainer.plan.plan_cache import CachedPlan, PlanCache
+from keepstep.trainer.plan.plan_cache import PlanCache
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.replication import Replicas
 from keepstep.trainer.plan.stillness import Stillness
 from keepstep.trainer.restore.restore import RestoreRun, Stopwatch, short_switch_interval
-from keepstep.trainer.restore.writer import Restored, sharded_modules
-from keepstep.trainer.results import PendingSnapshot, PendingSnapshots
+from keepstep.trainer.restore.writer import sharded_modules
+from keepstep.trainer.results import PendingSnapshot, Restored, SnapshotReporter
 from keepstep.trainer.state.objects import MODULE, OPTIMIZER, STATEFUL, StateObjects, unwrap_optimizer
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
 from keepstep.trainer.state.reader import StateReader
@@ -67,21 +64,18 @@ class Snapshotter:
         key = f"{os.getpid()}:{self._identity.key}"
         if key in _open_here:
             raise ConfigError("another Snapshotter of this run is open in this process", hint="close() it first")
-        listeners = Listeners(self._on_complete, self._on_protected, self._on_voided, self._on_arena_refused)
         met = meet_if_needed(self._identity, self.config, self._place)
         register = registration(self.config, self._place, met.incarnation if met else None)
         self._rank = RankState()
         membership = met.membership if met else None
-        self._link = KeeperLink(self._identity, self.config, register, self._rank, listeners, membership)
-        self._link.connect()
+        self._link = KeeperLink(self._identity, self.config, register, self._rank, membership)
+        self._reporter = SnapshotReporter(self._link)
+        self._link.connect(self._reporter)
         _open_here.add(key)
         self._key = key
         optimizers = [(item.path, unwrap_optimizer(item.thing)) for item in self._items.of(OPTIMIZER)]
         self._fence = OptimizerFence(optimizers, [item.thing for item in self._items.of(MODULE)])
-        self._capture = Capture(
-            self._place, self.config.take, self._fence,
-            committed=self._on_committed, voided=self._on_void,
-        )  # fmt: skip
+        self._capture = Capture(self._place, self.config.take, self._fence, self._reporter)
         self._sharing = self._find_sharing()
         self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
         self._survey = PlanCache(
@@ -89,14 +83,9 @@ class Snapshotter:
             self._replicas, Stillness(restless=bool(self._sharded)), SMALL_BYTES,
         )  # fmt: skip
         self._memory = RankArena(self._link, self._rank, self.config.arena)
-        self._waiting = PendingSnapshots()
-        self._taking = threading.Lock()
-        """held by a `take` as long as it writes into the arena"""
-        self._used = ("", -1)
-        """the arena and serial of the last grant that was used"""
-        self._warned: set[str] = set()
+        self._grants = GrantReader(self._link, self._memory)
+        # Paths of replicas that differ between nodes: each rank's own from then on.
         self._diverged: frozenset[str] = frozenset()
-        """paths of replicas that were found to differ between nodes: each rank's own from then on"""
         self._closed = False
 
     # Restoring
@@ -178,95 +167,72 @@ class Snapshotter:
             return self._take(step)
         except Exception as error:
             log.exception("take(%d) failed; training goes on", step)
-            self._memory.write_progress()
-            return PendingSnapshot(step, reason=f"take failed: {error!r}")
+            return self._skip(step, f"take failed: {error!r}")
 
     def _take(self, step: int) -> PendingSnapshot:
         if step <= self._rank.step:
             return self._skip(step, f"steps must grow: the last one was {self._rank.step}")
-        self._rank.step = step
+        self._act_on_reports()
         stepped = self._fence.take_stepped()
-        self._capture.suspect()
+        self._capture.check_unfenced_write()
         if step % self.config.every:
             return self._skip(step, f"not due: every={self.config.every}")
         for part in self._sharded:
             part.reshard()
-        with self._taking:
-            return self._take_granted(step, stepped=stepped)
+        grant = self._grants.next(step)
+        if isinstance(grant, Skip):
+            return self._skip(step, grant.reason)
+        return self._take_granted(step, grant, inexact=self._is_inexact(stepped))
 
-    def _take_granted(self, step: int, *, stepped: bool) -> PendingSnapshot:
-        grant = self._grant(step)
-        if isinstance(grant, str):
-            return self._skip(step, grant)
-        version = Version(self._link.incarnation, step)
-        view = self._memory.view
-        if view is not None and self._capture.is_full(view.arena.num_slots):
-            return self._void(version, grant, "the snapshot before it is still being copied")
-        try:
-            return self._begin_capture(version, grant, inexact=self._is_inexact(stepped))
-        except Exception as error:  # whatever it is, the grant must not stay open
-            reason = str(error) or repr(error)
-            self._warn_once(f"step {step} is not captured: {reason}")
-            return self._void(version, grant, reason)
-
-    def _void(self, version: Version, grant: Grant, reason: str) -> PendingSnapshot:
-        self._link.say(Void(self._used[0], grant.slot, version, reason))
-        return self._skip(version.step, reason)
-
-    def _grant(self, step: int) -> Grant | str:
-        """The grant for this step, or why there is none."""
-        view = self._memory.view
-        if view is None:
-            # restore() was never called: prepare behind the training.
-            if not self._memory.busy:
-                self._memory.get_behind(
-                    self._foresee(), before=lambda: None, after=partial(self._link.report_loaded, None)
-                )
-            return "the memory is being prepared: call restore() before the first step"
-        if self._memory.busy:
-            return "the arena is growing"
-        granted = view.arena.grant()
-        if granted is None or granted.incarnation != self._link.incarnation:
-            return "not granted yet: the keeper waits for all ranks" if self._link.up else self._no_keeper()
-        arena_id = view.arena.arena_id
-        used = self._used[1] if self._used[0] == arena_id else 0
-        grant = granted.after(used)
-        if grant is None:
-            if not self._link.up:
-                return self._no_keeper()
-            return "not granted: the last snapshot is still being sealed"
-        if step < grant.step:
-            return f"not granted: the next snapshot is at step {grant.step}"
-        self._used = (arena_id, grant.serial)
-        return grant
-
-    def _no_keeper(self) -> str:
-        return f"the keeper has ended: {self._link.ended}" if self._link.ended else "the keeper is away"
-
-    def _begin_capture(self, version: Version, grant: Grant, *, inexact: bool) -> PendingSnapshot:
+    def _take_granted(self, step: int, grant: Grant, *, inexact: bool) -> PendingSnapshot:
+        """Capture under this grant, or void it for all ranks: it must not stay open."""
         view = self._memory.view
         assert view is not None
-        seen = self._survey.at(version.step)
-        self._check_room(view, seen, seen.reading.least_values_bytes)
-        pending = PendingSnapshot(version.step)
-        self._waiting.add(version, pending)
-        behind = partial(self._behind_take, view, seen)
-        self._capture.begin(view, grant.slot, version, seen.plan, inexact=inexact, behind=behind, look=seen.look)
+        arena_id, version = view.arena.arena_id, Version(self._link.incarnation, step)
+        self._grants.use(grant, arena_id)
+        pending = self._reporter.open(version)
+        try:
+            self._publish(step)
+            if self._capture.is_full(view.arena.num_slots):
+                raise CaptureError("the snapshot before it is still being copied")
+            self._capture.begin(view, grant.slot, version, self._survey.at(step), inexact=inexact)
+        except Exception as error:
+            self._reporter.voided(arena_id, grant.slot, version, str(error) or repr(error))
         return pending
 
-    def _behind_take(self, view: ArenaView, seen: CachedPlan) -> bytes:
-        """On the copy thread: what need not be done inside `take`. Returns the encoded values."""
+    def _publish(self, step: int) -> None:
+        """Report through the arena that the `take` at `step` is past the choice of its grant."""
+        self._rank.step = max(step, self._rank.step)
         self._memory.write_progress()
-        self._check_room(view, seen, len(seen.reading.values))
-        return seen.reading.values
 
-    def _check_room(self, view: ArenaView, seen: CachedPlan, values_bytes: int) -> None:
-        plan = seen.plan
-        if not view.arena.fits(SnapshotSize(len(plan.encoded), values_bytes, plan.payload_bytes)):
-            wanted = arena_size.need_of(plan, len(seen.reading.values), [], self._sharing)
-            self._memory.grow(wanted, before=self._let_go)
-            size = plan.payload_bytes + values_bytes
-            raise CaptureError(f"the state has outgrown its arena ({size:,} bytes); a larger one is made")
+    def _skip(self, step: int, reason: str) -> PendingSnapshot:
+        self._publish(step)
+        log.debug("step %d skipped: %s", step, reason)
+        return PendingSnapshot(step, reason=reason)
+
+    def _act_on_reports(self) -> None:
+        """Do what other threads reported since the last `take`: only this thread replaces plans and arenas."""
+        notices, view = self._reporter.take_notices(), self._memory.view
+        if notices.diverged:
+            self._diverged = self._diverged | notices.diverged
+            self._survey.outdate()  # The next layout has these paths as this rank's own.
+        if view is None:
+            self._prepare_memory()
+            return
+        if notices.layouts_damaged:
+            view.forget_layouts()
+        if notices.arena_refused:
+            self._memory.replace(before=self._capture.drain)
+        outgrown = self._capture.take_outgrown()
+        if outgrown is not None and not view.arena.fits(outgrown.size):
+            need = arena_size.need_of(outgrown.plan, outgrown.size.values_bytes, [], self._sharing)
+            self._memory.grow(need, before=self._capture.drain)
+
+    def _prepare_memory(self) -> None:
+        """Prepare the arena behind training: restore() was never called."""
+        if not self._memory.busy:
+            ready = partial(self._link.report_loaded, None)
+            self._memory.get_behind(self._foresee(), before=lambda: None, after=ready)
 
     def _is_inexact(self, stepped: bool) -> bool:
         """Between accumulation steps gradients are part of the state, and they are not in the snapshot."""
@@ -274,58 +240,17 @@ class Snapshotter:
             return False
         scaled = any(type(item.thing).__name__ == "GradScaler" for item in self._items.of(STATEFUL))
         if not scaled:
-            self._warn_once(
+            self._reporter.warn_once(
                 "take() was called although no optimizer was seen to step since the last one: gradients are not "
                 "captured, so a resume from between accumulation steps is not exact. Take after optimizer.step(), or "
                 "use Config(grads=True). Whole steps that are replayed from a CUDA graph are not seen and are exact"
             )
         return not scaled
 
-    def _skip(self, step: int, reason: str) -> PendingSnapshot:
-        self._memory.write_progress()
-        log.debug("step %d skipped: %s", step, reason)
-        return PendingSnapshot(step, reason=reason)
-
-    # From other threads
-
-    def _on_committed(self, job: CaptureJob) -> None:
-        self._link.say(Committed(job.view.arena.arena_id, job.slot, job.version))
-
-    def _on_void(self, job: CaptureJob, reason: str) -> None:
-        self._warn_once(f"a snapshot that had begun is void: {reason}")
-        self._memory.write_progress()  # the copy may have failed before it was
-        self._link.say(Void(job.view.arena.arena_id, job.slot, job.version, reason))
-        self._waiting.void(job.version, reason)
-
-    def _on_complete(self, message: Complete) -> None:
-        self._waiting.complete(message.version, final=message.final)
-
-    def _on_protected(self, message: Protected) -> None:
-        self._waiting.protected(message.version)
-
-    def _on_arena_refused(self) -> None:
-        self._memory.replace(before=self._let_go)
-
-    def _let_go(self) -> None:
-        """The arena goes: no `take` begins any more (`RankArena.busy`), and those that have begun are over."""
-        with self._taking:
-            pass
-        self._capture.drain(timeout_s=600)
-
-    def _on_voided(self, message: Voided) -> None:
-        view = self._memory.view
-        if view is not None:
-            view.forget_layouts()  # a damaged one would fail every snapshot in its slot
-        if message.diverged:
-            log.error("step %d is void: %s", message.version.step, message.reason)
-            self._diverged = self._diverged | frozenset(message.diverged)
-            self._survey.outdate()  # the next layout has them as this rank's own
-        self._waiting.void(message.version, f"void elsewhere (rank {message.rank}: {message.reason})")
-
-    # The rest
+    # Status and close
 
     def status(self) -> Status:
-        """What the keeper knows: the structure that `keepstep status --json` prints."""
+        """Fetch the keeper's status: the structure that `keepstep status --json` prints."""
         self._check_open()
         return self._link.status()
 
@@ -340,7 +265,7 @@ class Snapshotter:
         self._memory.close()
         self._survey.close()
         _open_here.discard(self._key)
-        self._waiting.end("closed before it was complete")
+        self._reporter.close()
 
     def __enter__(self) -> Self:
         return self
@@ -353,8 +278,3 @@ class Snapshotter:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this Snapshotter is closed", hint="make a new one")
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned and len(self._warned) < 100:
-            self._warned.add(text)
-            log.warning(text)

@@ -16,11 +16,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,27 +29,30 @@ from keepstep.arena import records as h
 from keepstep.arena.records import TrainerHeader
 from keepstep.config import TakeConfig
 from keepstep.errors import CaptureError
+from keepstep.layout import SnapshotSize
 from keepstep.trainer.capture.device_copy import DeviceTransfer
 from keepstep.trainer.capture.device_lane import DeviceLanes
-from keepstep.trainer.capture.host_copy import HostCopier
-from keepstep.trainer.capture.job import CaptureCost, CaptureJob
-from keepstep.trainer.capture.next_checks import NextChecks
-from keepstep.trainer.capture.slot_targets import TargetCache
+from keepstep.trainer.capture.eager_copy import EagerCopier
+from keepstep.trainer.capture.host_copy import CaptureCost, HostCopier
+from keepstep.trainer.capture.next_checks import FULL_CHECKS, NextChecks
+from keepstep.trainer.capture.slot_targets import SlotTargets, TargetCache
 from keepstep.trainer.capture.small_tensors import SmallTensorBatches
 from keepstep.trainer.connection.environment import RankPlace
+from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import frame
 from keepstep.trainer.memory.arena_view import ArenaView
-from keepstep.trainer.plan.copy_plan import CopyOp, CopyPlan
+from keepstep.trainer.plan.copy_plan import CopyOp, CopyPlan, CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
+from keepstep.trainer.plan.plan_cache import CachedPlan
 from keepstep.trainer.state.optimizer_fence import CopyGate, OptimizerFence
 from keepstep.types import Version
 
 log = logging.getLogger("keepstep")
 
-FIRST_GUESS_BYTES_S = 2e9
+DRAIN_S = 600.0  # An arena is replaced only when no capture uses it: copies take this long at the very most.
 LOOK_S = 5.0
 """that long a `take` waits for the copy thread to queue what there is to do, in the rare case that it must know"""
-MOST_READERS = 8
+MAX_READERS = 8
 """threads that compare: all of a large state takes one of them seconds, and the next snapshot may have to wait"""
 
 
@@ -58,20 +61,52 @@ def most_in_flight(num_slots: int) -> int:
     return 2 if num_slots >= 3 else 1
 
 
-class Capture:
-    """Runs captures one at a time, in order. `committed` and `voided` are called from its threads."""
+class CaptureListener(Protocol):
+    """Receives the outcome of each capture, once. Called from the commit thread."""
 
-    def __init__(
-        self,
-        place: RankPlace,
-        config: TakeConfig,
-        fence: OptimizerFence,
-        *,
-        committed: Callable[[CaptureJob], None],
-        voided: Callable[[CaptureJob, str], None],
-    ) -> None:
-        self._place, self._config, self._fence = place, config, fence
-        self._committed, self._voided = committed, voided
+    def committed(self, arena_id: str, slot: int, version: Version) -> None: ...
+
+    def voided(self, arena_id: str, slot: int, version: Version, reason: str) -> None: ...
+
+
+@dataclass
+class CaptureJob:
+    """A capture in flight."""
+
+    version: Version
+    view: ArenaView
+    slot: int
+    header: TrainerHeader
+    cached: CachedPlan
+    schedule: CopySchedule
+    targets: SlotTargets
+    gates: dict[int, CopyGate]
+    checks: SnapshotChecks
+    # Set when everything that devices have to do is queued, or nothing more will be.
+    queued: threading.Event = field(default_factory=threading.Event)
+    # (target, device clone) made inside `take`.
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    transfers: list[DeviceTransfer] = field(default_factory=list)  # One per device.
+    void: str = ""
+
+    @property
+    def plan(self) -> CopyPlan:
+        return self.cached.plan
+
+
+@dataclass(frozen=True)
+class Outgrown:
+    """A state that did not fit into its arena."""
+
+    plan: CopyPlan
+    size: SnapshotSize
+
+
+class Capture:
+    """Runs captures one at a time, in order."""
+
+    def __init__(self, place: RankPlace, config: TakeConfig, fence: OptimizerFence, listener: CaptureListener) -> None:
+        self._place, self._config, self._fence, self._listener = place, config, fence, listener
         # Two may be in flight, and the thread may have begun neither: one that was staged whole has no gate to wait at.
         self._queue: queue.Queue[CaptureJob | None] = queue.Queue(maxsize=2)
         self._copied: queue.Queue[tuple[CaptureJob, str] | None] = queue.Queue(maxsize=2)
@@ -80,14 +115,14 @@ class Capture:
         self._targets = TargetCache(self._small)
         self._prepared = NextChecks(config, self.lanes, self._small)
         self.spent = CaptureCost()
-        self._moving = HostCopier(config, self.spent, violated=self._violated)
-        self._saying = threading.Lock()
-        """held from the moment a capture is not in flight any more until the keeper was told"""
-        self._flying: list[CaptureJob] = []
-        """oldest first"""
-        most = max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) // 2))
-        self._readers = ThreadPoolExecutor(most, thread_name_prefix="keepstep-compare")
-        """started when there is something to compare with fingerprints of a device"""
+        self._host, self._eager = HostCopier(config, self.spent), EagerCopier(config, self.spent)
+        self._outgrown: Outgrown | None = None
+        # Held while a job leaves _in_flight and its outcome is reported, so that drain() cannot return in between.
+        self._reporting = threading.Lock()
+        self._in_flight: list[CaptureJob] = []  # Oldest first.
+        num_readers = max(1, min(MAX_READERS, len(os.sched_getaffinity(0)) // 2))
+        # Its threads start when there is something to compare with the fingerprints of a device.
+        self._readers = ThreadPoolExecutor(num_readers, thread_name_prefix="keepstep-compare")
         self._threads = [
             threading.Thread(target=self._copy_all, name="keepstep-copy", daemon=True),
             threading.Thread(target=self._commit_all, name="keepstep-commit", daemon=True),
@@ -98,8 +133,13 @@ class Capture:
     @property
     def current(self) -> CaptureJob | None:
         """The newest capture in flight."""
-        flying = self._flying
-        return flying[-1] if flying else None
+        in_flight = self._in_flight
+        return in_flight[-1] if in_flight else None
+
+    def take_outgrown(self) -> Outgrown | None:
+        """Return what did not fit into the arena since the last call."""
+        outgrown, self._outgrown = self._outgrown, None
+        return outgrown
 
     def is_full(self, num_slots: int) -> bool:
         """Whether the next one must wait: there is no third slot, or what is copied now still reads live tensors.
@@ -109,7 +149,7 @@ class Capture:
         current = self.current
         if current is None:
             return False
-        return len(self._flying) >= most_in_flight(num_slots) or any(gate.open for gate in current.gates.values())
+        return len(self._in_flight) >= most_in_flight(num_slots) or any(gate.open for gate in current.gates.values())
 
     # On the caller's thread
 
@@ -118,18 +158,15 @@ class Capture:
         view: ArenaView,
         slot: int,
         version: Version,
-        plan: CopyPlan,
+        cached: CachedPlan,
         *,
         inexact: bool,
-        behind: Callable[[], bytes],
-        look: Callable[[], str] = lambda: "",
     ) -> None:
-        """Start one snapshot. Raises CaptureError when it cannot be done now; the slot is then nobody's.
-
-        On the copy thread: `behind` gives the encoded values, or raises; `look` says why the snapshot is void.
-        """
+        """Start one snapshot. Raises CaptureError when it cannot be captured now; the caller then voids its grant."""
+        plan = cached.plan
+        self._check_room(view, cached, cached.reading.least_values_bytes)
         schedule = plan.schedule(self._fence.watched)
-        self._check_budget(schedule.eager)
+        self._eager.check_budget(schedule.eager)
         arena = view.arena
         header = TrainerHeader(
             state=h.WRITING, rank=self._place.rank, world_size=self._place.world_size,
@@ -138,97 +175,54 @@ class Capture:
             payload_bytes=plan.payload_bytes, layout_digest=plan.layout_digest, written_at=time.time(),
             shared_offset=plan.layout.shared_offset,
         )  # fmt: skip
-        sequence = arena.write_trainer_header(slot, header)
+        arena.write_trainer_header(slot, header)
         view.write_layout(slot, plan)
         gates = {index: CopyGate() for index in schedule.owners}
         checks = self._prepared.next_checks(plan, schedule)
         targets = self._targets.targets(view, slot, schedule)
-        job = CaptureJob(
-            version, view, slot, header, sequence, plan, schedule, targets, gates, checks, behind, look,
-        )  # fmt: skip
-        self._moving.copy_small(schedule, arena.segment.fd, arena.payload_span(slot).offset)
-        self._copy_eager(job, schedule.eager)
-        self._gather_now(job)
+        job = CaptureJob(version, view, slot, header, cached, schedule, targets, gates, checks)
+        self._host.copy_small(schedule, arena.segment.fd, arena.payload_span(slot).offset)
+        job.staged += self._eager.copy(schedule.eager, targets.eager)
+        job.staged += self._small.clone_eager(schedule, targets.payload)
         for device in schedule.devices | {source.device for _, source in job.staged}:
-            self._depart(job, device)
-        self._flying.append(job)
+            self._add_transfer(job, device)
+        self._in_flight.append(job)
         try:
             faults.point("capture.queue")
             self._queue.put_nowait(job)
         except BaseException:
-            self._flying.remove(job)
+            self._in_flight.remove(job)
             raise
         self._fence.arm(gates)
 
-    def _gather_now(self, job: CaptureJob) -> None:
-        for batch in self._small.eager(job.schedule):
-            batch.collect()
-            target = job.targets.payload[batch.offset : batch.offset + batch.buffer.numel()]
-            job.staged.append((target, batch.buffer.clone()))
+    def _check_room(self, view: ArenaView, cached: CachedPlan, values_bytes: int) -> None:
+        plan = cached.plan
+        if view.arena.fits(SnapshotSize(len(plan.encoded), values_bytes, plan.payload_bytes)):
+            return
+        values_bytes = len(cached.reading.values)
+        self._outgrown = Outgrown(plan, SnapshotSize(len(plan.encoded), values_bytes, plan.payload_bytes))
+        size = plan.payload_bytes + values_bytes
+        raise CaptureError(f"the state has outgrown its arena ({size:,} bytes); a larger one is made")
 
-    def _depart(self, job: CaptureJob, device: torch.device) -> None:
+    def _add_transfer(self, job: CaptureJob, device: torch.device) -> None:
         """Copies of this device begin where its compute stream stands now."""
         cargo = self._targets.transfer(job.targets, job.schedule, device)
         staged = [pair for pair in job.staged if pair[1].device == device]
         checks = (partial(job.checks.look, device), partial(job.checks.leave, device))
-        departure = DeviceTransfer(self.lanes.of(device), cargo, staged, *checks)
-        job.departures.append(departure)
-        for owner in departure.owners:
-            job.gates[owner].overtake.append(partial(departure.overtake, owner))
+        transfer = DeviceTransfer(self.lanes.of(device), cargo, staged, *checks)
+        job.transfers.append(transfer)
+        for owner in transfer.owners:
+            job.gates[owner].overtake.append(partial(transfer.overtake, owner))
 
-    def _check_budget(self, eager: list[CopyOp | ParityOp]) -> None:
-        size = sum(unit.read_bytes for unit in eager if unit.device.type == "cpu")
-        rate = self.spent.eager_bytes / self.spent.eager_s if self.spent.eager_s > 0.01 else FIRST_GUESS_BYTES_S
-        expected_ms = 1000 * size / rate
-        if expected_ms > self._config.budget_ms:
-            largest = max(eager, key=lambda unit: unit.size_bytes)
-            raise CaptureError(
-                f"{size:,} bytes whose writer is not fenced would hold take for {expected_ms:.0f} ms "
-                f"(largest: {largest.path})",
-                hint="put the optimizer that writes them into the state, or raise KEEPSTEP_TAKE_BUDGET_MS",
-            )
-
-    def _copy_eager(self, job: CaptureJob, units: Sequence[CopyOp | ParityOp]) -> None:
-        if not units:
-            return
-        started = time.perf_counter()
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        coded_bytes = 0
-        for unit, target in zip(units, job.targets.eager, strict=True):
-            if isinstance(unit, ParityOp):
-                coded_bytes += self._encode_eager(job, unit, target)
-                continue
-            source = unit.block.source() if unit.block.materialise else unit.source
-            if source.device.type == "cpu":
-                targets.append(target)
-                sources.append(source)
-            else:
-                job.staged.append((target, source.clone()))
-        if targets:
-            faults.point("capture.eager")
-            torch._foreach_copy_(targets, sources)
-        if targets or coded_bytes:
-            self.spent.eager_bytes += sum(source.numel() for source in sources) + coded_bytes
-            self.spent.eager_s += time.perf_counter() - started
-
-    def _encode_eager(self, job: CaptureJob, unit: ParityOp, target: torch.Tensor) -> int:
-        """Returns the bytes that were read on the host."""
-        if unit.device.type == "cpu":
-            unit.compute(target)
-            return unit.read_bytes
-        job.staged.append((target, unit.compute(torch.empty_like(target, device=unit.device))))
-        return 0
-
-    def suspect(self) -> None:
-        """A `take` finds the last capture unfinished and an optimizer whose hook did not fire: has it written?"""
+    def check_unfenced_write(self) -> None:
+        """Void the newest capture when an optimizer whose hook did not fire wrote what is still being copied."""
         job = self.current
         if job is None or job.void:
             return
         silent = {i for i, gate in job.gates.items() if gate.open and not self._fence.watched[i].fired}
         if not silent:
             return
-        if job.departures and not self._have_looked(job, silent):
+        if job.transfers and not self._have_looked(job, silent):
             job.void = "an optimizer may have written before the devices had looked at what it owns"
             return
         unit = job.checks.changed_at_source(silent)
@@ -246,15 +240,15 @@ class Capture:
             job.gates[index].wanted.set()
         return job.queued.wait(LOOK_S) and job.checks.have_looked
 
-    def drain(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: float = DRAIN_S) -> bool:
         """Wait until nothing is in flight, and release the arena."""
         deadline = time.monotonic() + timeout_s
-        while self._flying and time.monotonic() < deadline:
+        while self._in_flight and time.monotonic() < deadline:
             time.sleep(0.002)
-        with self._saying:
-            if not self._flying:
+        with self._reporting:
+            if not self._in_flight:
                 self._targets.clear()
-            return not self._flying
+            return not self._in_flight
 
     def close(self) -> None:
         self.drain(timeout_s=60)
@@ -287,39 +281,41 @@ class Capture:
         self._copied.put(None)
 
     def _copy(self, job: CaptureJob) -> None:
-        host = job.schedule.lazy_on_host
-        left = {
-            index: sum(index in unit.owners for unit in host) + sum(index in one.owners for one in job.departures)
-            for index in job.gates
-        }
-
-        def passed(index: int) -> None:
-            left[index] -= 1
-            if left[index] == 0:
-                job.gates[index].passed.set()
-
-        waits = any(departure.must_wait for departure in job.departures)
-        if waits:  # for the snapshot before it: there is time now
-            self._look(job)
-        for departure in job.departures:
-            departure.wait_for_turn(lambda: any(gate.wanted.is_set() for gate in job.gates.values()))
-            departure.issue(passed, lambda size: self._moving.pace(size, job.gates.values()))
+        counter = _ReadCounter(job)
+        waits = any(transfer.must_wait for transfer in job.transfers)
+        if waits:  # There is time while the snapshot before it is copied.
+            self._finish_take(job)
+        for transfer in job.transfers:
+            transfer.wait_for_turn(lambda: any(gate.wanted.is_set() for gate in job.gates.values()))
+            transfer.issue(counter.release, lambda size: self._host.pace(size, job.gates.values()))
         job.queued.set()
         if not waits:
-            self._look(job)
-        self._moving.copy(job, passed)
+            self._finish_take(job)
+        self._copy_host(job, counter)
 
-    def _look(self, job: CaptureJob) -> None:
-        """What `take` has left to do."""
-        self._write_values(job)
-        moved = job.look()
-        if moved:  # not otherwise: `suspect` may have said something meanwhile
-            job.void = moved
+    def _copy_host(self, job: CaptureJob, counter: _ReadCounter) -> None:
+        ops, targets = job.schedule.lazy_on_host, job.targets.lazy_on_host
+        in_full = self._config.fingerprint != "off" and job.plan.history.snapshots < FULL_CHECKS
+        for op in self._host.copy(ops, targets, job.gates):
+            if not in_full:
+                for index in op.owners:
+                    counter.release(index)
+        if in_full:
+            changed = self._host.first_change(ops, targets, job.gates)
+            if changed is not None:
+                self._mark_violated(job, changed)
+            for index in (index for op in ops for index in op.owners):
+                counter.release(index)
 
-    def _write_values(self, job: CaptureJob) -> None:
-        values, arena = job.behind(), job.view.arena
+    def _finish_take(self, job: CaptureJob) -> None:
+        """Do what need not be done inside `take`: encode the values, validate all that the plan relied on."""
+        values, arena = job.cached.reading.values, job.view.arena
+        self._check_room(job.view, job.cached, len(values))
         arena.segment.write(arena.values_span(job.slot).offset, values)
         job.header = replace(job.header, values_bytes=len(values))
+        reason = job.cached.look()
+        if reason:  # Otherwise it stays: `check_unfenced_write` may have set it meanwhile.
+            job.void = reason
 
     # On the commit thread
 
@@ -351,8 +347,8 @@ class Capture:
 
     def _land(self, job: CaptureJob) -> str:
         """Wait until all of it is there. Returns why the snapshot is void, if it is."""
-        for departure in job.departures:
-            moved, took_s = departure.finish()
+        for transfer in job.transfers:
+            moved, took_s = transfer.finish()
             self.spent.copied_bytes += moved
             self.spent.copy_s += took_s
         return job.void or next((g.broken for g in job.gates.values() if g.broken), "") or self._compare(job)
@@ -366,7 +362,7 @@ class Capture:
         with self.lanes.aside():
             unit = job.checks.changed_on_the_way(job.view.payload(job.slot), self._over)
             if unit is not None:
-                self._violated(job, unit)
+                self._mark_violated(job, unit)
         return job.void
 
     def _over(self, look: Any, starts: Iterable[int]) -> Iterable[Any]:
@@ -375,7 +371,7 @@ class Capture:
         except RuntimeError:  # the interpreter ends and starts no threads any more: the last snapshot counts too
             return map(look, starts)
 
-    def _violated(self, job: CaptureJob, unit: CopyOp | ParityOp) -> None:
+    def _mark_violated(self, job: CaptureJob, unit: CopyOp | ParityOp) -> None:
         names = [self._fence.watched[index].name for index in sorted(unit.owners)]
         job.void = f"{unit.path} changed while it was copied: something writes it outside {', '.join(names)}.step()"
         log.error("%s; it is copied inside take from now on", job.void)
@@ -400,12 +396,28 @@ class Capture:
         return replace(header, flags=header.flags | h.PRINTS, values_bytes=header.values_bytes + len(suffix))
 
     def _finish(self, job: CaptureJob, reason: str) -> None:
-        with self._saying:
-            self._flying.remove(job)
+        arena_id = job.view.arena.arena_id
+        with self._reporting:
+            self._in_flight.remove(job)
             try:
                 if reason:
-                    self._voided(job, reason)
+                    self._listener.voided(arena_id, job.slot, job.version, reason)
                 else:
-                    self._committed(job)
+                    self._listener.committed(arena_id, job.slot, job.version)
             except Exception:
-                log.exception("the keeper could not be told about step %d", job.version.step)
+                log.exception("the outcome of step %d could not be reported", job.version.step)
+
+
+class _ReadCounter:
+    """Lets each optimizer write once every copy that reads what it owns is done (host) or queued (device)."""
+
+    def __init__(self, job: CaptureJob) -> None:
+        self._gates = job.gates
+        readers = [op.owners for op in job.schedule.lazy_on_host] + [one.owners for one in job.transfers]
+        self._left = {index: sum(index in owners for owners in readers) for index in job.gates}
+
+    def release(self, index: int) -> None:
+        """One of the copies no longer reads what this optimizer owns."""
+        self._left[index] -= 1
+        if self._left[index] == 0:
+            self._gates[index].passed.set()

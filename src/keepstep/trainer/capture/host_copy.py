@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -16,8 +16,6 @@ from keepstep.config import TakeConfig
 from keepstep.errors import CaptureError
 from keepstep.layout import ALIGN
 from keepstep.trainer.capture.device_lane import PIECE_BYTES
-from keepstep.trainer.capture.job import CaptureCost, CaptureJob
-from keepstep.trainer.capture.next_checks import FULL_CHECKS
 from keepstep.trainer.capture.small_tensors import adjacent_runs
 from keepstep.trainer.plan.copy_plan import CopyOp, CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
@@ -77,18 +75,21 @@ def _calls(run: list[CopyOp]) -> list[_Call]:
     return [*calls, _Call(buffers, start, ends[-1] - start)]
 
 
-class HostCopier:
-    """Executes the host part of a schedule. `violated` is called with an operation whose bytes changed meanwhile."""
+@dataclass
+class CaptureCost:
+    """What captures have cost so far."""
 
-    def __init__(
-        self,
-        config: TakeConfig,
-        spent: CaptureCost,
-        *,
-        violated: Callable[[CaptureJob, CopyOp | ParityOp], None],
-    ) -> None:
+    eager_bytes: int = 0
+    eager_s: float = 0.0
+    copied_bytes: int = 0
+    copy_s: float = 0.0
+
+
+class HostCopier:
+    """Executes the host part of a schedule."""
+
+    def __init__(self, config: TakeConfig, spent: CaptureCost) -> None:
         self._config, self._spent = config, spent
-        self._violated = violated
         self._small: WeakKeyDictionary[CopySchedule, SmallHostTensors] = WeakKeyDictionary()
 
     def copy_small(self, schedule: CopySchedule, fd: int, start: int) -> None:
@@ -98,31 +99,35 @@ class HostCopier:
                 self._small[schedule] = SmallHostTensors(schedule.small_on_host)
             self._small[schedule].write(fd, start)
 
-    def copy(self, job: CaptureJob, passed: Callable[[int], None]) -> None:
-        """On the copy thread. `passed` is called with an optimizer for each of its operations that has ended."""
-        ops, targets = job.schedule.lazy_on_host, job.targets.lazy_on_host
+    def copy(
+        self, ops: Sequence[CopyOp | ParityOp], targets: Sequence[torch.Tensor], gates: Mapping[int, CopyGate]
+    ) -> Iterator[CopyOp | ParityOp]:
+        """On the copy thread: copy in order. Yields each operation when its source is no longer read."""
         started = time.perf_counter()
-        # Optimizers that may write once everything was compared.
-        held: list[int] = []
         for op, target in zip(ops, targets, strict=True):
+            waiting = [gates[index] for index in op.owners]
             if isinstance(op, ParityOp):
                 faults.point("capture.copy")
                 op.compute(target)
-                self.pace(op.size_bytes, [job.gates[index] for index in op.owners])
+                self.pace(op.size_bytes, waiting)
             else:
-                self._copy_pieces(target, op.source, [job.gates[index] for index in op.owners])
-            for index in op.owners:
-                if self._checks_in_full(job):
-                    held.append(index)
-                else:
-                    passed(index)
-        if held:
-            self._compare_in_full(job, ops, targets)
-        for index in held:
-            passed(index)
+                self._copy_pieces(target, op.source, waiting)
+            yield op
         if ops:
             self._spent.copied_bytes += sum(op.read_bytes for op in ops)
             self._spent.copy_s += time.perf_counter() - started
+
+    def first_change(
+        self, ops: Sequence[CopyOp | ParityOp], targets: Sequence[torch.Tensor], gates: Mapping[int, CopyGate]
+    ) -> CopyOp | ParityOp | None:
+        """Compare the copies with the live tensors, until an optimizer waits. Returns what changed meanwhile."""
+        for op, target in zip(ops, targets, strict=True):
+            if any(gate.wanted.is_set() for gate in gates.values()):
+                return None
+            now = op.compute(torch.empty_like(target)) if isinstance(op, ParityOp) else op.source
+            if not torch.equal(now, target):
+                return op
+        return None
 
     def _copy_pieces(self, target: torch.Tensor, source: torch.Tensor, gates: list[CopyGate]) -> None:
         piece = THROTTLED_PIECE_BYTES if self._config.rate_bytes_s else PIECE_BYTES
@@ -139,16 +144,3 @@ class HostCopier:
             gate = min(gates, key=id)
             if not gate.wanted.is_set():
                 gate.wanted.wait(size_bytes / rate)
-
-    def _checks_in_full(self, job: CaptureJob) -> bool:
-        return self._config.fingerprint != "off" and job.plan.history.snapshots < FULL_CHECKS
-
-    def _compare_in_full(self, job: CaptureJob, ops: list[CopyOp | ParityOp], targets: list[torch.Tensor]) -> None:
-        """Compare the copies with the live tensors, until an optimizer waits."""
-        for op, target in zip(ops, targets, strict=True):
-            if any(gate.wanted.is_set() for gate in job.gates.values()):
-                return
-            now = op.compute(torch.empty_like(target)) if isinstance(op, ParityOp) else op.source
-            if not torch.equal(now, target):
-                self._violated(job, op)
-                return

@@ -61,6 +61,15 @@ class SmallTensorBatches:
             self._eager[schedule] = _by_device([op for op in schedule.small_eager if op.device.type != "cpu"])
         return self._eager[schedule]
 
+    def clone_eager(self, schedule: CopySchedule, payload: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Inside `take`: collect the eager batches. Returns (target, clone on the device) of each."""
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for batch in self.eager(schedule):
+            batch.collect()
+            target = payload[batch.offset : batch.offset + batch.buffer.numel()]
+            staged.append((target, batch.buffer.clone()))
+        return staged
+
     def lazy(self, schedule: CopySchedule) -> list[SmallTensorBatch]:
         """Copied after `take`; for all devices."""
         if schedule not in self._lazy:

@@ -1,9 +1,9 @@
-"""The trainer's connection to its keeper, and the way back to a new one.
+"""The trainer's connection to its keeper, with reconnection to a new keeper when the first one dies.
 
-When the keeper dies training goes on: the trainer uses what it was granted, then skips. A thread
-starts a keeper again (the keeper's own lock lets only one live), hands back every memfd this process
-holds, registers under the incarnation it already has, and says again what the old keeper may not
-have heard. A forked child of the trainer (data-loader workers) closes all of it at once.
+Training goes on without a keeper: the trainer uses the grants that it has, then skips. A thread starts a keeper again
+(the keeper's own lock lets only one live), gives back every memfd that this process holds, registers under the
+incarnation that it already has, and sends again the outcomes that the dead keeper may not have received. A forked child
+of the trainer (data-loader workers) closes all of it at once.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -44,15 +43,13 @@ from keepstep.control.messages import (
 from keepstep.control.spawn import START_S, start_keeper
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
-from keepstep.types import Incarnation, Status
+from keepstep.types import Incarnation, Status, Version
 
 log = logging.getLogger("keepstep")
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
-# Ranks beyond the first give it, and the launcher, this long to start the keeper: one is enough.
-PATIENCE_S = 1.0
-# Words of grants that may still be open: one for each slot is more than enough.
-MAX_WORDS = 4
+PATIENCE_S = 1.0  # Ranks beyond the first wait this long for the first rank or the launcher to start the keeper.
+MAX_OUTCOMES = 4  # Outcomes of grants that may still be open: at most one per slot.
 M = TypeVar("M")
 
 _links: weakref.WeakSet[KeeperLink] = weakref.WeakSet()
@@ -70,15 +67,20 @@ class RankState:
     restored: bool = False  # Past restore(): from here on the keeper's death must not disturb training.
 
 
-@dataclass(frozen=True)
-class Listeners:
-    """What the snapshotter wants to hear. Called from the link's threads."""
+class LinkListener(Protocol):
+    """Receives what the keeper reports without being asked. Called from the link's threads."""
 
-    complete: Callable[[Complete], None]
-    protected: Callable[[Protected], None]
-    voided: Callable[[Voided], None]
-    arena_refused: Callable[[], None] = lambda: None
-    """the memory that this trainer writes was not taken back by the new keeper"""
+    def complete(self, message: Complete) -> None:
+        """A version is complete on all ranks."""
+
+    def protected(self, message: Protected) -> None:
+        """A version survives the loss of a node."""
+
+    def voided_elsewhere(self, message: Voided) -> None:
+        """A version is void, because of another rank or of the keeper's own checks."""
+
+    def arena_refused(self) -> None:
+        """A new keeper did not accept the arena that this rank writes."""
 
 
 class KeeperLink:
@@ -90,24 +92,21 @@ class KeeperLink:
         config: Config,
         register: Register,
         state: RankState,
-        listeners: Listeners,
         membership: Membership | None = None,
     ) -> None:
         """`membership`: given where this trainer, and no launcher, introduces the keeper to its peers."""
         self.identity, self.config = identity, config
-        self._register, self._state, self._listeners = register, state, listeners
+        self._register, self._state = register, state
+        self._listener: LinkListener | None = None
         self._incarnation: Incarnation | None = None
-        self._client: KeeperClient | None = None
-        """registered; who only dials is not here yet"""
-        self._refused = False
-        """whether the last attempt failed by the keeper's own word, and not by its absence"""
-        self._coming_back = False
+        self._client: KeeperClient | None = None  # Set once it is registered.
+        self._refused = False  # The last attempt failed because the keeper refused it, not because there was none.
+        self._reconnecting = False
         self._changing = threading.RLock()
         self._closed = threading.Event()
-        self.ended = ""
-        """why the keeper ended on purpose: nobody starts another one"""
-        self._words: list[Committed | Void] = []
-        """oldest first: what a new keeper must be told again"""
+        self.ended = ""  # Why the keeper ended on purpose: no trainer starts another one.
+        # Oldest first: outcomes that a new keeper must receive again.
+        self._outcomes: list[Committed | Void] = []
         self.memory = HeldMemory(membership, request_timeout_s=REQUEST_S)
 
     @property
@@ -116,8 +115,9 @@ class KeeperLink:
         assert self._incarnation is not None, "connect() comes first"
         return self._incarnation
 
-    def connect(self) -> None:
+    def connect(self, listener: LinkListener) -> None:
         """Register with the keeper of this node, started if there is none. Raises when there is none in time."""
+        self._listener = listener
         deadline = time.monotonic() + START_S
         while True:
             self.ended = ""  # The keeper of a run that just ended may still be exiting.
@@ -139,7 +139,7 @@ class KeeperLink:
         return client is not None and not client.lost
 
     def request(self, message: Any, expect: type[M], *, timeout_s: float) -> tuple[M, list[int]]:
-        """Ask the keeper; while restoring, ask again when it dies meanwhile."""
+        """Send a request and return the answer. Before restore() has ended it is repeated when the keeper dies."""
         deadline = time.monotonic() + timeout_s
         while True:
             client = self._client
@@ -159,16 +159,16 @@ class KeeperLink:
                     raise
                 time.sleep(FIRST_RETRY_S)
 
-    def say(self, word: Committed | Void) -> None:
-        """Report the outcome of a grant. Kept until the keeper has resolved it, and said again if it died."""
+    def report_outcome(self, outcome: Committed | Void) -> None:
+        """Report what became of a grant. Kept until the keeper has resolved it, and sent again to a new keeper."""
         with self._changing:
-            self._words = [*self._words, word][-MAX_WORDS:]
+            self._outcomes = [*self._outcomes, outcome][-MAX_OUTCOMES:]
         client = self._client
         if client is not None and not client.lost:
             try:
-                client.post(word)
-            except Exception:  # said again when the connection is back
-                log.warning("the keeper could not be told about step %d", word.version.step)
+                client.post(outcome)
+            except Exception:  # Sent again when the connection is back.
+                log.warning("the outcome of step %d could not be sent to the keeper", outcome.version.step)
                 client.hang_up()
 
     def report_loaded(self, step: int | None) -> None:
@@ -186,16 +186,16 @@ class KeeperLink:
         with self._changing:
             client, self._client = self._client, None
         if client is not None:
-            # Whatever was heard of an end: it may have been that of the keeper before this one.
+            # Also after an Ending: it may have been that of the keeper before this one.
             if not client.lost:
                 with contextlib.suppress(Error):
-                    # No answer is awaited: the last rank's goodbye ends the keeper.
+                    # No answer is expected: the last rank's goodbye ends the keeper.
                     client.post(Goodbye(finished))
             client.close()
         self.memory.close()
 
     def close_in_forked_child(self) -> None:
-        """The child must neither keep the memory nor look like a living trainer."""
+        """Close everything in a forked child: it must neither keep the memory nor pass for a living trainer."""
         if self._client is not None:
             self._client.close_in_forked_child()
         self.memory.close_in_forked_child()
@@ -204,7 +204,7 @@ class KeeperLink:
     # Connecting and reconnecting
 
     def _attempt(self, *, may_start: bool) -> Incarnation:
-        """Dial, give back, register; only then others may use the connection."""
+        """Connect, give back the memory, register; other threads use the connection only after that."""
         self._refused = False
         try:
             client = self._dial()
@@ -231,14 +231,14 @@ class KeeperLink:
             before, self._client = self._client, client
         if before is not None:
             before.close()
-        if client.lost:  # before it was ours: nobody was told
+        if client.lost:  # Before `_client` was set, so `_lost` did nothing.
             raise KeeperError("the keeper is gone again", hint="it is started again by itself")
         if names := self.memory.names():
             client.post(Held(names))
-        for word in self._words if rejoin else ():
-            client.post(word)
-        if rejoin and self._state.arena_id in refused:
-            self._listeners.arena_refused()
+        for outcome in self._outcomes if rejoin else ():
+            client.post(outcome)
+        if rejoin and self._state.arena_id in refused and self._listener is not None:
+            self._listener.arena_refused()
         return answer.incarnation
 
     @property
@@ -251,13 +251,13 @@ class KeeperLink:
     def _lost(self) -> None:
         with self._changing:
             client = self._client
-            if self._closed.is_set() or self.ended or self._coming_back or client is None or not client.lost:
-                return  # ended on purpose, or it was an attempt of somebody who tries again
-            self._coming_back = True
+            if self._closed.is_set() or self.ended or self._reconnecting or client is None or not client.lost:
+                return  # Ended on purpose, or lost during an attempt, which is repeated by its caller.
+            self._reconnecting = True
         log.warning("the keeper is gone; training goes on, and a new keeper is started")
-        threading.Thread(target=self._come_back, name="keepstep-rejoin", daemon=True).start()
+        threading.Thread(target=self._reconnect, name="keepstep-rejoin", daemon=True).start()
 
-    def _come_back(self) -> None:
+    def _reconnect(self) -> None:
         pause = FIRST_RETRY_S
         patience = time.monotonic() + (PATIENCE_S if self._register.local_index else 0.0)
         while not self._closed.is_set() and not self.ended:
@@ -266,45 +266,53 @@ class KeeperLink:
                 log.warning("a keeper has taken over (incarnation %d goes on)", incarnation.number)
                 with self._changing:
                     if self.up:
-                        self._coming_back = False
+                        self._reconnecting = False
                         return
-            except Exception as error:  # whatever it was: nobody else would try again
+            except Exception as error:  # No other thread would try again.
                 log.info("no keeper yet: %r", error)
                 if self._refused:
                     self.ended = str(error)
                     log.error("the keeper refuses this trainer, the run is unprotected here: %s", error)
             self._closed.wait(pause)
             pause = min(2 * pause, LAST_RETRY_S)
-        self._coming_back = False
+        self._reconnecting = False
 
-    # What the keeper says unasked
+    # Messages that the keeper sends without being asked
 
     def _pushed(self, message: Any, fds: list[int]) -> None:
         if isinstance(message, Hold):
-            self.memory.apply(message, fds)
-            client = self._client
-            if client is not None and not client.lost:
-                with contextlib.suppress(Error):
-                    client.post(Held(self.memory.names()))
+            self._hold(message, fds)
             return
         for fd in fds:
             os.close(fd)
-        if isinstance(message, Complete):
-            self._settle(message.version)
-            self._listeners.complete(message)
-        elif isinstance(message, Protected):
-            self._listeners.protected(message)
-        elif isinstance(message, Voided):
-            self._settle(message.version)
-            self._listeners.voided(message)
-        elif isinstance(message, Ending):
+        if isinstance(message, Ending):
             self.ended = message.reason
             if not self._closed.is_set():
                 log.warning("the keeper has ended (%s); the run is unprotected", message.reason)
+        elif self._listener is not None:
+            self._notify(self._listener, message)
 
-    def _settle(self, version: Any) -> None:
+    def _notify(self, listener: LinkListener, message: Any) -> None:
+        if isinstance(message, Complete):
+            self._forget_outcome(message.version)
+            listener.complete(message)
+        elif isinstance(message, Protected):
+            listener.protected(message)
+        elif isinstance(message, Voided):
+            self._forget_outcome(message.version)
+            listener.voided_elsewhere(message)
+
+    def _hold(self, message: Hold, fds: list[int]) -> None:
+        self.memory.apply(message, fds)
+        client = self._client
+        if client is not None and not client.lost:
+            with contextlib.suppress(Error):
+                client.post(Held(self.memory.names()))
+
+    def _forget_outcome(self, version: Version) -> None:
+        """The keeper has resolved the grant."""
         with self._changing:
-            self._words = [word for word in self._words if word.version != version]
+            self._outcomes = [outcome for outcome in self._outcomes if outcome.version != version]
 
 
 def _after_fork() -> None:

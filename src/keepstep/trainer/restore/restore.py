@@ -32,7 +32,8 @@ from keepstep.trainer.plan.replication import Replicas
 from keepstep.trainer.restore.device_upload import PinnedUploader, UploadQueue, threads_for
 from keepstep.trainer.restore.replica_chunks import ReplicaChunks
 from keepstep.trainer.restore.saved_snapshot import RandomStates, SavedSnapshot
-from keepstep.trainer.restore.writer import Restored, StateWriter
+from keepstep.trainer.restore.writer import StateWriter
+from keepstep.trainer.results import Restored
 from keepstep.trainer.state import reader as states
 from keepstep.trainer.state.objects import MODULE, StateObjects
 from keepstep.types import Source, Survives

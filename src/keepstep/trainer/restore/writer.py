@@ -16,7 +16,6 @@ import logging
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,31 +32,12 @@ from keepstep.trainer.state.rng import (
     generator_state,
     loader_generators,
 )
-from keepstep.types import Source, Survives
 from keepstep.values import TensorRef
 
 log = logging.getLogger("keepstep")
 
 _MISSING = object()
 HoldersOf = Callable[[torch.Tensor, str], Ranks | None]
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What `restore()` gave back."""
-
-    step: int
-    source: Source
-    survives: Survives
-    duration_s: float
-    bytes: int
-    plan: tuple[str, ...]
-    """the reasons, one sentence each"""
-    _set_rng: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
-
-    def restore_rng(self) -> None:
-        """Set all random states again, for loops that build an iterator after `restore()`."""
-        self._set_rng()
 
 
 class StateWriter:

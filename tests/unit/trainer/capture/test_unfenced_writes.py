@@ -1,4 +1,4 @@
-"""A `take` finds the last capture on its way and an optimizer silent: has it written? Nobody is accused unheard."""
+"""The check for writes of an optimizer whose hook did not fire while its tensors were copied."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 
 from keepstep.config import TakeConfig
 from keepstep.trainer.capture import capture
-from keepstep.trainer.capture.capture import Capture
-from keepstep.trainer.capture.job import CaptureJob
+from keepstep.trainer.capture.capture import Capture, CaptureJob
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
 from keepstep.trainer.plan.copy_plan import CopyOp
@@ -22,22 +21,21 @@ from keepstep.trainer.state.optimizer_fence import CopyGate, OptimizerFence
 HOST = torch.device("cpu")
 
 
-class Flying:
-    """A capture that leaves a device: the copy thread has queued nothing yet."""
+class InFlight:
+    """A capture from a device whose copies are not queued yet."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         nobody: Any = None
         owned = torch.nn.Parameter(torch.zeros(3000))
         self.fence = OptimizerFence([("optimizer", torch.optim.SGD([owned]))])
-        self.capture = Capture(nobody, TakeConfig(), self.fence, committed=lambda *_: None, voided=lambda *_: None)
+        self.capture = Capture(nobody, TakeConfig(), self.fence, nobody)
         self.source = owned.detach().view(torch.uint8)
         unit = CopyOp(self.source, 0, self.source.numel(), "weight", frozenset({0}), nobody)
         self.checks = SnapshotChecks(None, [DeviceFingerprints([unit], random.Random(0), whole=True)])
         self.job = CaptureJob(
-            nobody, nobody, 0, nobody, 0, nobody, nobody, nobody, {0: CopyGate()}, self.checks, lambda: b"", lambda: "",
-            departures=[nobody],
-        )  # fmt: skip
-        monkeypatch.setattr(self.capture, "_flying", [self.job])
+            nobody, nobody, 0, nobody, nobody, nobody, nobody, {0: CopyGate()}, self.checks, transfers=[nobody]
+        )
+        monkeypatch.setattr(self.capture, "_in_flight", [self.job])
         monkeypatch.setattr(capture, "LOOK_S", 0.2)
 
     def queue(self) -> None:
@@ -51,43 +49,43 @@ class Flying:
 
 
 @pytest.fixture
-def flying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flying]:
-    made = Flying(monkeypatch)
-    yield made
-    made.capture._flying = []
-    made.capture.close()
-    made.fence.close()
+def in_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[InFlight]:
+    capture_in_flight = InFlight(monkeypatch)
+    yield capture_in_flight
+    capture_in_flight.capture._in_flight = []
+    capture_in_flight.capture.close()
+    capture_in_flight.fence.close()
 
 
-def test_it_waits_until_the_devices_were_told_to_look(flying: Flying) -> None:
-    wanted = flying.job.gates[0].wanted
-    thread = threading.Thread(target=lambda: (wanted.wait(10), flying.queue()))
+def test_take_waits_until_the_fingerprints_are_queued(in_flight: InFlight) -> None:
+    wanted = in_flight.job.gates[0].wanted
+    thread = threading.Thread(target=lambda: (wanted.wait(10), in_flight.queue()))
     thread.start()
-    flying.capture.suspect()
+    in_flight.capture.check_unfenced_write()
     thread.join()
-    assert wanted.is_set(), "the copy thread waits for its turn no longer"
-    assert not flying.job.void
-    assert not flying.distrusted
+    assert wanted.is_set(), "the copy thread must not wait for the snapshot before it"
+    assert not in_flight.job.void
+    assert not in_flight.distrusted
 
 
-def test_before_anybody_has_looked_the_snapshot_is_void_but_nobody_is_distrusted(flying: Flying) -> None:
-    flying.capture.suspect()
-    assert "before the devices had looked" in flying.job.void
-    assert not flying.distrusted, "for ever, and for nothing"
+def test_snapshot_without_fingerprints_is_void_but_its_optimizer_stays_trusted(in_flight: InFlight) -> None:
+    in_flight.capture.check_unfenced_write()
+    assert "before the devices had looked" in in_flight.job.void
+    assert not in_flight.distrusted, "distrust lasts for the rest of the run"
 
 
-def test_what_was_queued_only_in_part_says_nothing(flying: Flying) -> None:
-    """The copy failed."""
-    flying.checks.look(HOST)
-    flying.job.queued.set()
-    flying.capture.suspect()
-    assert flying.job.void
-    assert not flying.distrusted
+def test_partly_queued_fingerprints_void_the_snapshot_only(in_flight: InFlight) -> None:
+    """As when the copy thread failed."""
+    in_flight.checks.look(HOST)
+    in_flight.job.queued.set()
+    in_flight.capture.check_unfenced_write()
+    assert in_flight.job.void
+    assert not in_flight.distrusted
 
 
-def test_an_optimizer_that_has_written_is_distrusted(flying: Flying) -> None:
-    flying.queue()
-    flying.source[5] ^= 1
-    flying.capture.suspect()
-    assert "weight changed without its optimizer's hook" in flying.job.void
-    assert flying.distrusted
+def test_optimizer_that_wrote_without_its_hook_is_distrusted(in_flight: InFlight) -> None:
+    in_flight.queue()
+    in_flight.source[5] ^= 1
+    in_flight.capture.check_unfenced_write()
+    assert "weight changed without its optimizer's hook" in in_flight.job.void
+    assert in_flight.distrusted

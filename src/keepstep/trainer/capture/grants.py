@@ -1,0 +1,57 @@
+"""The grant that `take` may use next, or the reason why there is none.
+
+The keeper writes grants into the arena's grant record, so that `take` needs no message. Each grant is used once, in the
+order of serials. Called by the training thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.arena.records import Grant
+from keepstep.trainer.connection.keeper_link import KeeperLink
+from keepstep.trainer.memory.rank_arena import RankArena
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Why a `take` captures nothing."""
+
+    reason: str
+
+
+class GrantReader:
+    """Reads the grant record, and remembers which grants were used."""
+
+    def __init__(self, link: KeeperLink, memory: RankArena) -> None:
+        self._link, self._memory = link, memory
+        # Arena and serial of the last grant that was used.
+        self._used = ("", 0)
+
+    def next(self, step: int) -> Grant | Skip:
+        """Return the grant for a `take` at `step`. It stays unused until `use`."""
+        view = self._memory.view
+        if view is None:
+            return Skip("the memory is being prepared: call restore() before the first step")
+        if self._memory.busy:
+            return Skip("the arena is growing")
+        record = view.arena.grant()
+        if record is None or record.incarnation != self._link.incarnation:
+            return self._no_keeper() or Skip("not granted yet: the keeper waits for all ranks")
+        used_arena, used_serial = self._used
+        grant = record.after(used_serial if used_arena == view.arena.arena_id else 0)
+        if grant is None:
+            return self._no_keeper() or Skip("not granted: the last snapshot is still being sealed")
+        if step < grant.step:
+            return Skip(f"not granted: the next snapshot is at step {grant.step}")
+        return grant
+
+    def use(self, grant: Grant, arena_id: str) -> None:
+        """Mark a grant as used: it is committed or voided, and never returned again."""
+        self._used = (arena_id, grant.serial)
+
+    def _no_keeper(self) -> Skip | None:
+        if self._link.up:
+            return None
+        ended = self._link.ended
+        return Skip(f"the keeper has ended: {ended}" if ended else "the keeper is away")
