@@ -35,14 +35,18 @@ from keepstep.keeper.node.core import Core
 from keepstep.keeper.node.effects import (
     CancelFetches,
     CreateArena,
+    DiscardFetchedArena,
     DropArena,
+    DropReplicaCache,
     End,
     FetchSnapshot,
     FreeParity,
+    KeepFetchedArena,
     Kill,
     Log,
     SealSlot,
     Send,
+    SendSnapshot,
     SendToPeer,
     SetPeers,
     StartExchange,
@@ -91,6 +95,7 @@ class Machine:
         self.trainers: list[FakeTrainer] = []
         self.exchange: Exchanging | None = None
         self.brought: list[Bringing] = []
+        self.fetched_arenas: dict[str, FakeArena] = {}
         self.adopted: set[str] = set()
         self.start_keeper()
 
@@ -132,7 +137,7 @@ class Machine:
         self.card = NodeCard(self.node_id, f"{self.node_id}.{self.life}", self.node_id, self.life)
         self.core = Core(self.world.config, self.card, deadlines=self.world.deadlines)
         self.dies_after, self.adopted, self.met = None, set(), {}
-        self.exchange, self.brought = None, []
+        self.exchange, self.brought, self.fetched_arenas = None, [], {}
         self.in_this_life(self.world.random.uniform(0, TICK_S), self._tick)
         holders: list[Callable[[], None]] = [self._launcher_comes]
         holders += [partial(self._comes_back, trainer) for trainer in self.trainers if trainer.alive]
@@ -402,6 +407,16 @@ class Machine:
         self.adopted.add(arena_id)
         return arena
 
+    def _keep_fetched(self, effect: KeepFetchedArena) -> None:
+        self.arenas[effect.arena_id] = self.fetched_arenas.pop(effect.arena_id)
+        self.adopted.add(effect.arena_id)
+
+    def _discard_fetched(self, effect: DiscardFetchedArena) -> None:
+        del self.fetched_arenas[effect.arena_id]
+
+    def _send_snapshot(self, effect: SendSnapshot) -> None:
+        self._send(Send(effect.conn, effect.answer, effect.answer.arena_id))
+
     def _drop(self, effect: DropArena) -> None:
         del self.arenas[effect.arena_id]
         self.world.rules.memory_changed()
@@ -450,6 +465,10 @@ class Machine:
 
 _EFFECTS: dict[type, Callable[[Machine, Any], None]] = {
     Send: Machine._send,
+    SendSnapshot: Machine._send_snapshot,
+    KeepFetchedArena: Machine._keep_fetched,
+    DiscardFetchedArena: Machine._discard_fetched,
+    DropReplicaCache: lambda machine, effect: None,
     WriteGrant: Machine._write_grant,
     WriteLedger: Machine._write_ledger,
     SealSlot: Machine._seal,

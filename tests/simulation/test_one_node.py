@@ -40,11 +40,13 @@ from keepstep.keeper.node.core import Core
 from keepstep.keeper.node.effects import (
     CreateArena,
     DropArena,
+    DropReplicaCache,
     Effect,
     Kill,
     Log,
     SealSlot,
     Send,
+    SendSnapshot,
     VerifySlot,
     WriteGrant,
     WriteLedger,
@@ -153,8 +155,10 @@ class World:
             self.tell(ProcessDied(victim.pid))
         elif isinstance(effect, Send):
             self.deliver(effect)
+        elif isinstance(effect, SendSnapshot):
+            self.deliver(Send(effect.conn, effect.answer, effect.answer.arena_id))
         else:
-            assert isinstance(effect, Log | CreateArena | DropArena), effect
+            assert isinstance(effect, Log | CreateArena | DropArena | DropReplicaCache), effect
             if isinstance(effect, CreateArena):
                 self.create(effect)
             elif isinstance(effect, DropArena):

@@ -140,17 +140,13 @@ class Bringing:
 
     def _done(self, arena: FakeArena, index: int) -> None:
         machine, effect, piece = self.machine, self.effect, self.effect.piece
-        core = machine.core
-        assert core is not None
+        added = None
         if not arena.arena_id:
-            if core.restore.order is None or core.restore.order.number != effect.plan:
-                return
             arena.arena_id = f"{machine.node_id}/{effect.local_index}.{effect.generation}.{next(self.world.ids)}"
-            machine.arenas[arena.arena_id] = arena
-            machine.adopted.add(arena.arena_id)
-            machine.hear(arena.describe())
+            machine.fetched_arenas[arena.arena_id] = arena
+            added = arena.describe()
         info = SnapshotInfo(piece.version, piece.rank, self.world.setting.world_size, effect.local_world_size, 1)
-        machine.hear(SnapshotFetched(effect.plan, piece.rank, arena.arena_id, index, info))
+        machine.hear(SnapshotFetched(effect.plan, piece.rank, arena.arena_id, index, info, added=added))
 
     def _failed_source(self, piece: RankSource) -> Failure | None:
         """The first source that does not give what the plan counts on, as `keeper.bringing` would say it."""

@@ -46,15 +46,19 @@ from keepstep.keeper.node.core import Core
 from keepstep.keeper.node.effects import (
     CancelFetches,
     CreateArena,
+    DiscardFetchedArena,
     DropArena,
+    DropReplicaCache,
     End,
     FetchSnapshot,
     FreeParity,
+    KeepFetchedArena,
     Kill,
     Log,
     ReadReplicaDigests,
     SealSlot,
     Send,
+    SendSnapshot,
     SendToPeer,
     SetPeers,
     StartExchange,
@@ -99,6 +103,7 @@ class Keeper:
         self.network: KeeperNetwork | None = None
         """opened when somebody asks for this keeper's card: a node alone listens to nobody"""
         self.arenas: dict[str, Arena] = {}
+        self._fetched_arenas: dict[str, Arena] = {}  # new ones that the core has not decided about
         self.connections: dict[int, Connection] = {}
         self.pidfds: dict[int, int] = {}
         self.ending = ""
@@ -322,8 +327,6 @@ class Keeper:
     def handle(self, event: Event) -> None:
         self._read_progress()
         effects = self.core.handle(event, time.monotonic())
-        if self.core.orders.active.ready and self.network is not None:
-            self.network.forget_gathered()
         for effect in effects:
             try:
                 _EFFECTS[type(effect)](self, effect)
@@ -345,13 +348,13 @@ class Keeper:
 
     def _do_send(self, effect: Send) -> None:
         message, arena_ids = effect.message, [effect.arena_id] if effect.arena_id else []
-        if isinstance(message, RestoreFrom) and message.version is not None:
-            self._hand_over(effect.conn, message)
-            return
         fds = [self.arenas[arena_id].segment.fd for arena_id in arena_ids]
         self.send(self.connections.get(effect.conn), message, fds)
 
-    def _hand_over(self, conn: Conn, answer: RestoreFrom) -> None:
+    def _do_send_snapshot(self, effect: SendSnapshot) -> None:
+        self._hand_over(effect.conn, effect.answer, effect.holders)
+
+    def _hand_over(self, conn: Conn, answer: RestoreFrom, holders: tuple[str, ...]) -> None:
         """Give a rank its snapshot, with the chunks of replicated state wherever they lie; fetched, if need be."""
         try:
             found = self._find_streams(answer)
@@ -359,11 +362,9 @@ class Keeper:
             self.send(self.connections.get(conn), Refused("RecoveryError", str(error), "", answer.ticket))
             return
         if found.missing:
-            order = self.core.restore.order
-            holders = order.holders if order is not None else ()
             self.open_network().gather(
                 answer, holders, found.missing,
-                again=lambda: self._hand_over(conn, answer),
+                again=lambda: self._hand_over(conn, answer, holders),
                 failed=lambda text: self.send(
                     self.connections.get(conn), Refused("RecoveryError", text, "", answer.ticket)
                 ),
@@ -470,15 +471,27 @@ class Keeper:
 
     def _brought_in(self, event: SnapshotFetched, made: Arena | None) -> None:
         if made is not None:
-            order = self.core.restore.order
-            wanted = order is not None and order.number == event.plan
-            if not wanted:
+            try:
+                added = dataclasses.replace(describe(made), ledger=None)
+            except BaseException:
                 made.close()
-                return
-            described = dataclasses.replace(describe(made), ledger=None)
-            self.add_arena(made, described)
-            self.offer_holds()
+                raise
+            self._fetched_arenas[made.arena_id] = made
+            event = dataclasses.replace(event, added=added)
         self.handle(event)
+
+    def _do_keep_fetched(self, effect: KeepFetchedArena) -> None:
+        arena = self._fetched_arenas.pop(effect.arena_id)
+        self.arenas[arena.arena_id] = arena
+        self.open_network().shelf.put(arena)
+        self.offer_holds()
+
+    def _do_discard_fetched(self, effect: DiscardFetchedArena) -> None:
+        self._fetched_arenas.pop(effect.arena_id).close()
+
+    def _do_drop_replica_cache(self, effect: DropReplicaCache) -> None:
+        if self.network is not None:
+            self.network.forget_gathered()
 
     def card_is(self, ticket: int) -> CardIs:
         """Who this keeper is, and whom it last knew: what a launcher needs to agree on an incarnation."""
@@ -536,6 +549,10 @@ class Keeper:
 
 _EFFECTS: dict[type, Callable[[Keeper, Any], None]] = {
     Send: Keeper._do_send,
+    SendSnapshot: Keeper._do_send_snapshot,
+    KeepFetchedArena: Keeper._do_keep_fetched,
+    DiscardFetchedArena: Keeper._do_discard_fetched,
+    DropReplicaCache: Keeper._do_drop_replica_cache,
     WriteGrant: Keeper._do_grant,
     WriteLedger: Keeper._do_ledger,
     SealSlot: Keeper._do_seal,

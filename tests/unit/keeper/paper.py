@@ -28,6 +28,7 @@ from keepstep.keeper.node.effects import (
     Effect,
     SealSlot,
     Send,
+    SendSnapshot,
     VerifySlot,
     WriteGrant,
     WriteLedger,
@@ -88,6 +89,8 @@ class Node:
             self.sent.append((effect.conn, effect.message))
             if isinstance(effect.message, Registered):
                 self.incarnation = effect.message.incarnation
+        elif isinstance(effect, SendSnapshot):
+            self.sent.append((effect.conn, effect.answer))
         elif isinstance(effect, WriteGrant):
             self.arenas[effect.arena_id].grant = effect.grant
         elif isinstance(effect, WriteLedger):

@@ -24,7 +24,7 @@ from typing import Any
 
 from keepstep.control.messages import Committed, Goodbye, Loaded, NodeCard, Void, WantArena, WantRestore
 from keepstep.keeper.node import arenas, orders, protection, restore, snapshots, trainers
-from keepstep.keeper.node.effects import Effect, End
+from keepstep.keeper.node.effects import DiscardFetchedArena, Effect, End, KeepFetchedArena
 from keepstep.keeper.node.events import (
     ArenaAdded,
     ArenaRefused,
@@ -106,6 +106,17 @@ def _arena_added(node: NodeState, event: ArenaAdded) -> None:
     arenas.seal_committed(node, event.arena_id)
 
 
+def _snapshot_fetched(node: NodeState, event: SnapshotFetched) -> None:
+    """A snapshot has arrived, maybe in a new arena: keep that, unless its plan no longer counts."""
+    if event.added is not None:
+        if not restore.follows(node, event.plan):
+            node.emit(DiscardFetchedArena(event.arena_id))
+            return
+        node.emit(KeepFetchedArena(event.arena_id))
+        _arena_added(node, event.added)
+    restore.fetched(node, event)
+
+
 def _from_trainer(node: NodeState, event: FromTrainer) -> None:
     _FROM_TRAINER[type(event.message)](node, event.conn, event.message)
 
@@ -136,7 +147,7 @@ _HANDLERS: dict[type, Callable[[NodeState, Any], None]] = {
     SlotVerified: restore.verified,
     PeerMessage: orders.peer_message,
     PeerLink: orders.peer_link,
-    SnapshotFetched: restore.fetched,
+    SnapshotFetched: _snapshot_fetched,
     ParityPlaced: protection.placed,
     ExchangeAdvanced: protection.advanced,
     ReplicaDigestsRead: orders.digests_read,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.arena.records import Grant, Ledger
-from keepstep.control.messages import NodeCard, WantArena
+from keepstep.control.messages import NodeCard, RestoreFrom, WantArena
 from keepstep.keeper.coordinator.messages import Orders, ReplicaAudit, Report
 from keepstep.keeper.node.events import Conn
 from keepstep.recovery.inventory import SetKey
@@ -23,6 +23,15 @@ class Send:
     conn: Conn
     message: Any
     arena_id: str = ""
+
+
+@dataclass(frozen=True)
+class SendSnapshot:
+    """Answer a rank's restore request, with the chunks of replicated state it needs, which `holders` may hold."""
+
+    conn: Conn
+    answer: RestoreFrom
+    holders: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,20 @@ class DropArena:
 
     arena_id: str
     reason: str
+
+
+@dataclass(frozen=True)
+class KeepFetchedArena:
+    """Serve the new arena that a snapshot was fetched into, as any other."""
+
+    arena_id: str
+
+
+@dataclass(frozen=True)
+class DiscardFetchedArena:
+    """Free the new arena of a fetch whose plan no longer counts."""
+
+    arena_id: str
 
 
 @dataclass(frozen=True)
@@ -149,6 +172,11 @@ class CancelFetches:
 
 
 @dataclass(frozen=True)
+class DropReplicaCache:
+    """Free the replicated state that was fetched for a restore: all ranks have loaded."""
+
+
+@dataclass(frozen=True)
 class StartExchange:
     """Fetch the data of the group and encode this node's parity of a version."""
 
@@ -179,7 +207,7 @@ class ReadReplicaDigests:
 
 
 Effect = (
-    Send | Kill | End | Log | CreateArena | DropArena | WriteGrant | WriteLedger | SealSlot | VerifySlot
-    | SetPeers | SendToPeer | FetchSnapshot | CancelFetches | StartExchange | StopExchange | FreeParity
-    | ReadReplicaDigests
+    Send | SendSnapshot | Kill | End | Log | CreateArena | DropArena | KeepFetchedArena | DiscardFetchedArena
+    | WriteGrant | WriteLedger | SealSlot | VerifySlot | SetPeers | SendToPeer | FetchSnapshot | CancelFetches
+    | DropReplicaCache | StartExchange | StopExchange | FreeParity | ReadReplicaDigests
 )  # fmt: skip

@@ -164,6 +164,7 @@ class SnapshotFetched:
     slot: int
     info: SnapshotInfo | None
     failures: tuple[Failure, ...] = ()
+    added: ArenaAdded | None = None  # the new arena that was created for it
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,15 @@ from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, Orders, Report
 from keepstep.keeper.coordinator.state import GATHERING
 from keepstep.keeper.node import arenas, protection, restore, snapshots
-from keepstep.keeper.node.effects import End, Kill, ReadReplicaDigests, SendToPeer, SetPeers, WriteLedger
+from keepstep.keeper.node.effects import (
+    DropReplicaCache,
+    End,
+    Kill,
+    ReadReplicaDigests,
+    SendToPeer,
+    SetPeers,
+    WriteLedger,
+)
 from keepstep.keeper.node.events import MembershipSet, PeerLink, PeerMessage, ReplicaDigestsRead
 from keepstep.keeper.node.state import CORRUPT, RESTORING, SERVING, NodeState
 from keepstep.recovery.inventory import SetKey
@@ -298,6 +306,8 @@ def take_orders(node: NodeState, orders: Orders) -> bool:
     issued = snapshots.issue_grants(node)
     if own.active.ready:
         restore.answer_loaded(node)
+        if not before.ready:
+            node.emit(DropReplicaCache())
     snapshots.report_outcomes(node, closed, before)
     if own.active.finished:
         node.emit(End("training finished"))

@@ -11,7 +11,7 @@ from keepstep.control.messages import Done, Loaded, RestoreFrom, WantRestore
 from keepstep.errors import Error, IntegrityError, KeeperError, RecoveryError
 from keepstep.keeper.coordinator.messages import Failure, RestoreOrder
 from keepstep.keeper.node import arenas
-from keepstep.keeper.node.effects import CancelFetches, FetchSnapshot, Send, VerifySlot
+from keepstep.keeper.node.effects import CancelFetches, FetchSnapshot, Send, SendSnapshot, VerifySlot
 from keepstep.keeper.node.events import Conn, SlotVerified, SnapshotFetched
 from keepstep.keeper.node.state import (
     CORRUPT,
@@ -150,10 +150,15 @@ def _target(node: NodeState, piece: RankSource, trainer: RegisteredTrainer) -> t
     return (arena, slot) if slot is not None else (None, None)
 
 
+def follows(node: NodeState, plan: int) -> bool:
+    """This is the number of the plan that counts."""
+    return node.restore.order is not None and node.restore.order.number == plan
+
+
 def fetched(node: NodeState, event: SnapshotFetched) -> None:
     """A snapshot was fetched and verified, or could not be had."""
     restore = node.restore
-    if restore.order is None or event.plan != restore.order.number or event.rank not in restore.fetching:
+    if not follows(node, event.plan) or event.rank not in restore.fetching:
         return
     restore.fetching.discard(event.rank)
     for failure in event.failures:
@@ -237,8 +242,10 @@ def answer_requests(node: NodeState) -> None:
         answer = _answer(node, trainer, request.ticket)
         if isinstance(answer, Error):
             node.reply_error(conn, request.ticket, answer)
+        elif answer.version is None:
+            node.emit(Send(conn, answer))
         else:
-            node.emit(Send(conn, answer, answer.arena_id))
+            node.emit(SendSnapshot(conn, answer, order.holders if order is not None else ()))
 
 
 def _answer(node: NodeState, trainer: RegisteredTrainer, ticket: int) -> RestoreFrom | Error:
