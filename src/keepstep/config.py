@@ -348,7 +348,7 @@ def _choices(kind: Any) -> str:
             return " or ".join(typing.get_args(kind))
         case None:
             return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
-    return " or ".join(_choices(one) for one in typing.get_args(kind))
+    return " or ".join(_choices(option) for option in typing.get_args(kind))
 
 
 def _to_text(value: Any) -> str:

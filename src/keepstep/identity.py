@@ -39,8 +39,7 @@ class Identity:
     run_id: str
     node_id: str
     runtime_dir: Path
-    outlives_launch: bool
-    """False when the id was made for this launch: a later launch cannot find the state."""
+    outlives_launch: bool  # False when the id was made for this launch: a later launch cannot find the state
 
     @property
     def key(self) -> str:

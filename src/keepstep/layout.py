@@ -45,13 +45,10 @@ class TensorView(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    start: int
-    """byte offset of its first element inside the entry"""
+    start: int  # byte offset of its first element inside the entry
     global_shape: tuple[int, ...]
-    region: tuple[int, ...]
-    """where this view begins in the global tensor, per dimension"""
-    sharded: bool
-    """whether it was a DTensor: the state of an optimizer is created again as a DTensor then"""
+    region: tuple[int, ...]  # where this view begins in the global tensor, per dimension
+    sharded: bool  # whether it was a DTensor: the state of an optimizer is created again as a DTensor then
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -69,40 +66,28 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 class StoredChunk(msgspec.Struct, frozen=True):
     """One chunk of a replica set in a slot: its place and its number."""
 
-    offset: int
-    """in the payload"""
+    offset: int  # in the payload
     size_bytes: int
-    chunk: int = -1
-    """its number in the replica set; -1: it is parity"""
-    row: int = -1
-    code_row: int = -1
-    """of parity: the stripe row and the row of the code"""
+    chunk: int = -1  # its number in the replica set; -1: it is parity
+    row: int = -1  # of parity: the stripe row
+    code_row: int = -1  # of parity: the row of the code
 
 
 class ReplicaSet(msgspec.Struct, frozen=True, array_like=True):
     """Tensors that several nodes hold alike, and the part of them that this slot stores."""
 
-    class_id: str
-    """names the replica set: a digest of its ranks and entries"""
-    ranks: tuple[int, ...]
-    """the ranks that hold the same bytes, ascending"""
-    nodes: tuple[int, ...]
-    """for each of them, the node that it runs on"""
+    class_id: str  # names the replica set: a digest of its ranks and entries
+    ranks: tuple[int, ...]  # the ranks that hold the same bytes, ascending
+    nodes: tuple[int, ...]  # for each of them, the node that it runs on
     size_bytes: int
-    entries: tuple[Entry, ...]
-    """their offsets count from the start of the replica set"""
-    mode: str
-    """full: the slots of one node hold all of it. share: those of `n` nodes do, with parity for `m` of them"""
+    entries: tuple[Entry, ...]  # their offsets count from the start of the replica set
+    mode: str  # full: the slots of one node hold all of it. share: those of `n` nodes do, with parity for `m` of them
     n: int
     m: int
-    turn: int
-    """rotates the units over the nodes"""
-    offset: int
-    """in the payload: where its first stored chunk begins"""
-    chunks: tuple[int, ...]
-    """the chunks that this slot stores, ascending"""
-    parity: tuple[tuple[int, int], ...]
-    """(stripe row, row of the code) of the parity that it stores behind them"""
+    turn: int  # rotates the units over the nodes
+    offset: int  # in the payload: where its first stored chunk begins
+    chunks: tuple[int, ...]  # the chunks that this slot stores, ascending
+    parity: tuple[tuple[int, int], ...]  # (stripe row, row of the code) of the parity that it stores behind them
 
     @property
     def num_chunks(self) -> int:

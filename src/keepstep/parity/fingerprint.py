@@ -91,9 +91,9 @@ class _Scratch:
         self._inputs = [ctypes.create_string_buffer(f.num_blocks * f.block_bytes + SHORTEST) for f in FOLDS[1:]]
         # Rows of a fold with short blocks are written further apart, and moved together afterwards.
         self._wide = ctypes.create_string_buffer(FINGERPRINT_BYTES * SHORTEST)
-        self._views = [memoryview(one).cast("B") for one in self._inputs]
+        self._views = [memoryview(block).cast("B") for block in self._inputs]
         self._wide_view = memoryview(self._wide).cast("B")
-        inputs, wide = [ctypes.addressof(one) for one in self._inputs], ctypes.addressof(self._wide)
+        inputs, wide = [ctypes.addressof(block) for block in self._inputs], ctypes.addressof(self._wide)
         targets = [
             _spaced(wide, fold.num_rows, SHORTEST)
             if fold.block_bytes < SHORTEST

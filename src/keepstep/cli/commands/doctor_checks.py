@@ -42,11 +42,9 @@ class Finding(msgspec.Struct, frozen=True):
     """One line of the doctor."""
 
     name: str
-    level: str
-    """ok, warning or problem"""
+    level: str  # ok, warning or problem
     text: str
-    todo: str = ""
-    """what to do about it"""
+    todo: str = ""  # what to do about it
 
 
 def examine(config: Config, *, torch: bool) -> Iterator[Finding]:

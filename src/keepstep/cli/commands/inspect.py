@@ -29,8 +29,7 @@ class SlotSummary(msgspec.Struct, frozen=True):
     """A slot according to its headers; its bytes are not verified here (`keepstep verify` does)."""
 
     index: int
-    state: str
-    """free, writing, committed, sealed, or damaged: neither copy of its header is sound"""
+    state: str  # free, writing, committed, sealed, or damaged: neither copy of its header is sound
     rank: int | None = None
     world_size: int | None = None
     step: int | None = None
@@ -55,8 +54,8 @@ class ArenaSummary(msgspec.Struct, frozen=True):
     progress: int | None
     granted_step: int | None
     granted_slot: int | None
+    # The newest version that was ever complete, as the keeper wrote it down for its successor.
     complete_step: int | None
-    """the newest version that was ever complete, as the keeper wrote it down for its successor"""
     slots: list[SlotSummary]
 
 

@@ -36,8 +36,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     node_id: str
     pid: int
     alive: bool
-    error: str
-    """why there is no status; empty when there is one"""
+    error: str  # why there is no status; empty when there is one
     status: Status | None
 
 

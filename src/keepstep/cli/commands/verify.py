@@ -27,8 +27,7 @@ class SnapshotVerdict(msgspec.Struct, frozen=True):
     slot: int
     step: int | None
     size_bytes: int
-    verdict: str
-    """sound, corrupt, or replaced: a newer snapshot took its place while it was checked"""
+    verdict: str  # sound, corrupt, or replaced: a newer snapshot took its place while it was checked
     problem: str = ""
 
 

@@ -106,7 +106,9 @@ class EncodeBatch:
         self._tables = None
         if kernels is not None:
             sums = [
-                kernels.SumTables(tuple(self._code.rows[row] for row in rows), [_parts(one) for one in sources], outs)
+                kernels.SumTables(
+                    tuple(self._code.rows[row] for row in rows), [_parts(source) for source in sources], outs
+                )
                 for rows, sources, outs in stripes
             ]
             self._tables = kernels.EncodeTables(sums, device)

@@ -86,9 +86,9 @@ class EncodeTables:
         self._device = device
         self._held = sums  # the tables have addresses only
         ranges: dict[tuple[tuple[bytes, ...], int], list[list[int]]] = {}
-        for one in sums:
-            for step, byte_range in _ranges(one):
-                ranges.setdefault((one.rows, step), []).append(byte_range)
+        for table in sums:
+            for step, byte_range in _ranges(table):
+                ranges.setdefault((table.rows, step), []).append(byte_range)
         self._launches = []
         for (rows, step), some in ranges.items():
             _warm_up_encode(rows, step, device)
@@ -250,11 +250,13 @@ def _upload(table: Tensor, device: torch.device) -> Tensor:
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
-def _ranges(one: SumTables) -> Iterator[tuple[int, list[int]]]:
+def _ranges(table: SumTables) -> Iterator[tuple[int, list[int]]]:
     """(step, [bytes, address of each source, address of each out]); the address of a source without bytes here is 0."""
-    outs = [out.data_ptr() for out in one.outs]
-    sources = [[(part.begin, part.end, part.source.data_ptr() - part.begin) for part in parts] for parts in one.sources]
-    cuts = {0, one.outs[0].numel()}.union(at for parts in sources for begin, end, _ in parts for at in (begin, end))
+    outs = [out.data_ptr() for out in table.outs]
+    sources = [
+        [(part.begin, part.end, part.source.data_ptr() - part.begin) for part in parts] for parts in table.sources
+    ]
+    cuts = {0, table.outs[0].numel()}.union(at for parts in sources for begin, end, _ in parts for at in (begin, end))
     for begin, end in pairwise(sorted(cuts)):
         present = [next((at for first, last, at in parts if first <= begin < last), None) for parts in sources]
         for step, low, high in _aligned(begin, end, {at % VECTOR_BYTES for at in (*present, *outs) if at is not None}):
