@@ -21,9 +21,9 @@ from keepstep.launcher.agent import (
     DuplicateError,
     RendezvousAgent,
     RoundEndedError,
-    SeatedAgent,
     StoreLostError,
 )
+from keepstep.launcher.round_participant import RoundMember
 from keepstep.launcher.rounds import RoundRules
 from keepstep.launcher.store import serve
 
@@ -34,7 +34,7 @@ THREE = RoundRules(3, 3, dead_s=DEAD_S, settle_s=1, first_call_s=2, last_call_s=
 
 
 class Agent:
-    """What a launcher does around its attendance, and a socket that stands for its keeper."""
+    """What a launcher does around its rendezvous agent, and a socket that stands for its keeper."""
 
     def __init__(self, node_id: str, rules: RoundRules, port: Callable[[], int]) -> None:
         self.keeper: socket.socket | None = socket.create_server(("127.0.0.1", 0))
@@ -42,10 +42,10 @@ class Agent:
         self.card = NodeCard(node_id, "i", "127.0.0.1", self.keeper.getsockname()[1])
         self.members: list[NodeCard] = []
         self.number = 0
-        self.places: list[SeatedAgent] = []
+        self.places: list[RoundMember] = []
         self.problem: BaseException | None = None
         self.over = False
-        self.attendance = RendezvousAgent(node_id, rules, connect=lambda: connect(port()), store_s=5)
+        self.rendezvous = RendezvousAgent(node_id, rules, connect=lambda: connect(port()), store_s=5)
         self.thread = threading.Thread(target=self._live, daemon=True)
 
     def _live(self) -> None:
@@ -53,23 +53,23 @@ class Agent:
         try:
             while not self.over:
                 known = NodeClaim(self.card, self.number, members_number=self.number)
-                member = self.attendance.join(known, self.members, timeout_s=20)
+                member = self.rendezvous.join(known, self.members, timeout_s=20)
                 with contextlib.suppress(RoundEndedError):
                     self._settle(member)
                     self.places.append(member)
-                while not self.over and not self.attendance.why_ended():
+                while not self.over and not self.rendezvous.end_reason():
                     time.sleep(0.02)
         except BaseException as error:
             self.problem = error
 
-    def _settle(self, member: SeatedAgent) -> None:
-        text = self.attendance.run(lambda store: store.get(member.board.agreement), timeout_s=5)
+    def _settle(self, member: RoundMember) -> None:
+        text = self.rendezvous.run(lambda store: store.get(member.state.agreement), timeout_s=5)
         agreed = msgspec.json.decode(text, type=RoundAgreement)
         self.members, self.number = agreed.nodes, agreed.incarnation.number
-        self.attendance.run(lambda store: store.set(f"ready/{member.round}/{member.rank}", "1"), timeout_s=5)
+        self.rendezvous.run(lambda store: store.set(f"ready/{member.round}/{member.rank}", "1"), timeout_s=5)
         keys = [f"ready/{member.round}/{rank}" for rank in range(len(agreed.nodes))]
-        self.attendance.gather(keys, timeout_s=10)
-        self.attendance.begun()
+        self.rendezvous.wait_for_keys(keys, timeout_s=10)
+        self.rendezvous.workers_started()
 
     @property
     def place(self) -> tuple[int, int] | None:
@@ -77,7 +77,7 @@ class Agent:
 
     def die(self, *, keeper: bool = True) -> None:
         """Stop beating without a word."""
-        self.over = self.attendance._ended = True
+        self.over = self.rendezvous._ended = True
         if keeper:
             self.close_keeper()
 
@@ -116,7 +116,7 @@ class Job:
         started = time.monotonic()
         while self.places(names) != places:
             problems = {name: agent.problem for name, agent in self.agents.items() if agent.problem}
-            boards = {name: agent.attendance.view for name, agent in self.agents.items()}
+            boards = {name: agent.rendezvous.view for name, agent in self.agents.items()}
             assert time.monotonic() - started < timeout_s, f"{self.places(names)} {problems} {boards}"
             time.sleep(0.02)
 
@@ -139,7 +139,7 @@ def job() -> Iterator[Job]:
 def test_nodes_are_ranked_by_name_and_a_failed_node_takes_all_into_the_next_round(job: Job) -> None:
     job.start("c", "a", "b")
     job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
-    job.agents["b"].attendance.give_up(1, "its workers failed")
+    job.agents["b"].rendezvous.end_round(1, "its workers failed")
     job.wait("a b c", [(2, 0), (2, 1), (2, 2)])
 
 
@@ -160,7 +160,7 @@ def test_two_spares_and_a_dead_node_settle_in_one_round(job: Job, trial: int) ->
     assert sorted(map(str, job.places("x y"))) == ["(2, 1)", "None"]
     time.sleep(2 * DEAD_S)
     assert job.places("a c") == [(2, 0), (2, 2)], "the round did not stand"
-    assert job.agents["a"].attendance.view.board.round == 2
+    assert job.agents["a"].rendezvous.view.state.round == 2
 
 
 def test_a_silent_agent_whose_keeper_lives_ends_nothing(job: Job) -> None:
@@ -168,10 +168,10 @@ def test_a_silent_agent_whose_keeper_lives_ends_nothing(job: Job) -> None:
     job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
     b.die(keeper=False)
     time.sleep(3 * DEAD_S)
-    assert a.attendance.why_ended() == ""
+    assert a.rendezvous.end_reason() == ""
     job.start("b+")  # somebody starts the agent again
     job.wait("a b+ c", [(2, 0), (2, 1), (2, 2)])
-    assert "new agent" in a.attendance.view.board.broken or a.attendance.view.board.round == 2
+    assert "new agent" in a.rendezvous.view.state.broken or a.rendezvous.view.state.round == 2
 
 
 def test_a_dead_keeper_ends_nothing(job: Job) -> None:
@@ -179,14 +179,14 @@ def test_a_dead_keeper_ends_nothing(job: Job) -> None:
     job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
     b.close_keeper()
     time.sleep(3 * DEAD_S)
-    assert a.attendance.why_ended() == ""
+    assert a.rendezvous.end_reason() == ""
 
 
 def test_a_node_that_dies_before_its_round_began_does_not_hold_it_up(job: Job) -> None:
     job.start("a", "b")
     slow = Agent("c", job.rules, lambda: job.port)
     known = NodeClaim(slow.card, 0)
-    member = slow.attendance.join(known, [], timeout_s=20)  # it gets a place, and never says that it is ready
+    member = slow.rendezvous.join(known, [], timeout_s=20)  # it gets a place, and never says that it is ready
     assert (member.round, member.rank) == (1, 2)
     slow.die(keeper=False)
     job.start("d")
@@ -218,7 +218,7 @@ def test_spares_hear_that_the_job_is_over_and_the_next_job_of_that_name_begins(j
     (spare,) = job.start("x")
     time.sleep(0.5)
     for name in "abc":
-        assert job.agents[name].attendance.end(close=True, timeout_s=5)
+        assert job.agents[name].rendezvous.close(close_job=True, timeout_s=5)
     spare.thread.join(10)
     assert isinstance(spare.problem, ClosedError)
     for agent in job.agents.values():
@@ -234,9 +234,9 @@ def test_a_store_that_is_lost_is_an_error_only_for_those_that_need_it(job: Job) 
     job.store = None
     job.port = 1  # nobody answers there
     time.sleep(2)
-    assert a.attendance.why_ended() == ""  # workers that work go on
+    assert a.rendezvous.end_reason() == ""  # workers that work go on
     with pytest.raises(StoreLostError):
-        b.attendance.join(NodeClaim(b.card, 1), [], timeout_s=20)
+        b.rendezvous.join(NodeClaim(b.card, 1), [], timeout_s=20)
 
 
 def test_a_store_that_came_back_empty_is_told_where_the_job_stands(job: Job) -> None:
@@ -247,13 +247,13 @@ def test_a_store_that_came_back_empty_is_told_where_the_job_stands(job: Job) -> 
     job.store = serve("127.0.0.1", 0)
     job.start("x")  # it may be there before any member, and must not begin a job of its own
     time.sleep(3 * DEAD_S)
-    assert (a.attendance.why_ended(), c.attendance.why_ended()) == ("", "")
-    assert a.attendance.run(lambda store: store.get("board"), timeout_s=5)
+    assert (a.rendezvous.end_reason(), c.rendezvous.end_reason()) == ("", "")
+    assert a.rendezvous.run(lambda store: store.get("board"), timeout_s=5)
     assert job.places("x") == [None]
     b = job.agents["b"]
     deadline = time.monotonic() + 20
-    while not a.attendance.run(lambda store: store.check([f"card/{b.attendance.seat.agent}"]), timeout_s=5):
+    while not a.rendezvous.run(lambda store: store.check([f"card/{b.rendezvous.agent.agent}"]), timeout_s=5):
         assert time.monotonic() < deadline, "b does not find the new store"
         time.sleep(0.05)
-    b.die()  # of one that never spoke to this store nothing is known: see Attendance._verdict
+    b.die()  # of one that never spoke to this store nothing is known: see RoundParticipant._verdict
     job.wait("a x c", [(2, 0), (2, 1), (2, 2)])

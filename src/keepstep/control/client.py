@@ -1,8 +1,9 @@
 """A connection to the keeper of this node, for trainers, launchers and the command line.
 
-One thread reads. Answers go to whoever waits for their ticket; everything else goes to `on_push`.
-When the connection ends, waiting requests fail at once and `on_lost` is told; coming back is the
-caller's business. Nothing here starts a keeper (see spawn.py).
+Invariants:
+- One thread reads. Answers go to the request with their ticket; all other messages go to `on_push`.
+- When the connection ends, waiting requests fail at once and `on_lost` is called once. Reconnecting is the caller's
+  task (trainer/connection/keeper_link.py, launcher/keeper_supervisor.py), and starting a keeper is spawn.py's.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from keepstep.errors import KeeperError
 from keepstep.identity import Identity
 
 CONNECT_S = 5.0
+CONNECT_RETRY_S = 0.01
+JOIN_S = 5.0
 REQUEST_S = 60.0  # Deadline for an answer, restoring and memory excepted: a keeper that takes longer hangs
 RESTORE_S = 600.0  # Deadline for what reads or makes memory: the decision what to restore, verification, new arenas
 Push = Callable[[Any, list[int]], None]
@@ -42,11 +45,11 @@ def _ignore(message: Any, fds: list[int]) -> None:
 
 
 class NoAnswerError(KeeperError):
-    """The keeper did not answer in time: neither gone nor refusing."""
+    """The keeper did not answer in time; the connection is still there."""
 
 
 class KeeperClient:
-    """One connection. Raises KeeperError from the constructor when there is no keeper to talk to."""
+    """One connection. The constructor raises KeeperError when no keeper answers."""
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class KeeperClient:
         self._waiting: dict[int, Future[tuple[Any, list[int]]]] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._hung_up = False
+        self._shut_down = False
         self._socket = _connect(identity, timeout_s)
         self._thread = threading.Thread(target=self._read, name="keepstep-link", daemon=True)
         self._thread.start()
@@ -77,25 +80,25 @@ class KeeperClient:
 
     @property
     def lost(self) -> bool:
-        return self._closed or self._hung_up
+        return self._closed or self._shut_down
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def post(self, message: Any, fds: list[int] | None = None) -> None:
-        """Send and expect no answer. A message that could not be sent ends the connection: half of it may be out."""
+        """Send without waiting for an answer. A failure ends the connection: half of the message may be sent."""
         try:
             faults.point(f"send.{type(message).__name__}")
             with self._lock:
                 send(self._socket, message, fds)
         except OSError as error:
             self.hang_up()
-            raise KeeperError(f"the keeper is gone: {error.strerror}", hint="it is started again by itself") from error
+            raise KeeperError(f"the keeper is gone: {error.strerror}", hint="another one is started") from error
 
     def request(
         self, message: Any, expect: type[M], *, timeout_s: float, fds: list[int] | None = None
     ) -> tuple[M, list[int]]:
-        """Send, wait for the answer, raise what the keeper refused with."""
+        """Send and wait for the answer. Raises the error that the keeper refused with."""
         import msgspec
 
         ticket = next(self._tickets)
@@ -109,7 +112,7 @@ class KeeperClient:
         except FutureTimeout:
             raise NoAnswerError(
                 f"the keeper did not answer {type(message).__name__} within {timeout_s:g} s",
-                hint="keepstep status shows what it is doing; all ranks must register, restore and close alike",
+                hint="keepstep status shows what the keeper does; all ranks must register, restore and close alike",
             ) from None
         finally:
             self._waiting.pop(ticket, None)
@@ -122,8 +125,8 @@ class KeeperClient:
         return answer, received
 
     def hang_up(self) -> None:
-        """End the connection as if the keeper had: whoever waits for it comes back."""
-        self._hung_up = True
+        """End the connection as if the keeper had: waiting requests fail, and `on_lost` is called."""
+        self._shut_down = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -132,7 +135,7 @@ class KeeperClient:
         self._closed = True
         self.hang_up()
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=JOIN_S)
         self._socket.close()
 
     def close_in_forked_child(self) -> None:
@@ -156,7 +159,7 @@ class KeeperClient:
             was_closed, self._closed = self._closed, True
             for future in list(self._waiting.values()):
                 if not future.done():
-                    future.set_exception(KeeperError("the keeper is gone", hint="it is started again by itself"))
+                    future.set_exception(KeeperError("the keeper is gone", hint="another one is started"))
             if not was_closed:
                 self._on_lost()
 
@@ -177,10 +180,10 @@ def _connect(identity: Identity, timeout_s: float) -> socket.socket:
             try:
                 sock.connect(str(identity.control_socket))
                 break
-            except BlockingIOError:  # it is there, and others stand in line: a unix socket does not wait by itself
+            except BlockingIOError:  # The backlog is full: a unix socket does not wait by itself.
                 if time.monotonic() >= deadline:
                     raise
-                time.sleep(0.01)
+                time.sleep(CONNECT_RETRY_S)
     except OSError as error:
         sock.close()
         raise KeeperError(

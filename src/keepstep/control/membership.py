@@ -1,10 +1,10 @@
-"""Who is in an incarnation, and in which order: pure, for launchers and for trainers under a plain torchrun.
+"""Members of an incarnation and their node ranks. Pure, for launchers and for trainers under plain torchrun.
 
 Invariants:
-- Positions are sticky. A node that was a member keeps its rank, a newcomer takes a rank that is free;
-  only another number of nodes moves anybody, and then the survivors keep their order.
-- Numbers only grow: one more than any keeper of the round knows. Who agrees draws the nonce.
-- A keeper that was a member and has no place now is named in `former`: it may still hold state.
+- Node ranks are sticky. A former member keeps its rank, a newcomer takes a free one. Only another number of nodes moves
+  ranks, and then the survivors keep their order.
+- Incarnation numbers only grow: one more than any keeper of the round knows. The caller draws the nonce.
+- A keeper that was a member and has no place now is listed in `former`: it may still hold state.
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ MAX_SECRET_BYTES = 4096
 
 
 class NodeClaim(msgspec.Struct, frozen=True):
-    """What a node brings into a round. Its list of former members travels apart: one of them is enough."""
+    """What one node brings into a round. Its list of former members is sent apart, because one such list is enough."""
 
     card: NodeCard
     largest_number: int
-    members_number: int = 0
-    """the incarnation that the keeper's list of members is of; 0: it has none"""
+    members_number: int = 0  # Incarnation number of the keeper's list of members; 0: it has none.
     holds_state: bool = False
-    has_secret: bool = False
-    """whether this node reads the job's secret from a file"""
-    secret: bytes = b""
-    """what this node's keeper and its peers authenticate each other with already, where there is no file"""
+    has_secret: bool = False  # This node reads the job's secret from a file.
+    secret: bytes = b""  # Where there is no file: the secret that this node's keeper has already.
 
     @classmethod
     def from_card(cls, card: CardIs, *, largest_number: int = 0, has_secret: bool = False) -> NodeClaim:
@@ -45,43 +42,40 @@ class NodeClaim(msgspec.Struct, frozen=True):
 
 
 class RoundAgreement(msgspec.Struct, frozen=True):
-    """What all nodes of a round read before it begins."""
+    """The decision that all nodes of a round read before it begins."""
 
     incarnation: Incarnation
-    nodes: list[NodeCard]
-    """by node rank"""
+    nodes: list[NodeCard]  # by node rank
     former: list[NodeCard]
-    secret: bytes
-    """empty when every node has it in a file"""
-    refusal: str = ""
-    """why this round cannot begin; all nodes raise it"""
+    secret: bytes  # Empty when every node has it in a file.
+    refusal: str = ""  # Why this round cannot begin; all nodes raise it.
 
 
-def seats(present: Sequence[str], last: Sequence[str]) -> list[str]:
-    """Node ids by rank. `last`: by rank, of the incarnation before; empty on a first start."""
-    here, before = set(present), set(last)
-    newcomers = iter(sorted((node for node in present if node not in before), key=_natural))
+def assign_ranks(present: Sequence[str], last: Sequence[str]) -> list[str]:
+    """Node ids by rank. `last`: node ids of the last incarnation by rank; empty on a first start."""
+    available, former = set(present), set(last)
+    newcomers = iter(sorted((node for node in present if node not in former), key=_natural))
     if len(present) == len(last):
-        return [node if node in here else next(newcomers) for node in last]
-    return [*(node for node in last if node in here), *newcomers]
+        return [node if node in available else next(newcomers) for node in last]
+    return [*(node for node in last if node in available), *newcomers]
 
 
 def agree(
     nodes: Sequence[NodeClaim], last: Sequence[NodeCard], *, nonce: int, secret: bytes, known_number: int = 0
 ) -> RoundAgreement:
-    """`nodes` by rank. The secret is left out where all nodes have a file; a mixture is refused.
+    """Decide on incarnation and members. `nodes`: claims by rank; `last`: members of the last incarnation.
 
-    A run keeps the secret that its keepers have: one that has no place in this round knows no other, and
-    may hold what is needed.
+    The secret is omitted where all nodes have a file; a mixture is refused. Else a run keeps the secret that its
+    keepers have: a keeper without a place in this round knows no other, and may hold needed state.
     """
-    said = max((node for node in nodes if node.secret), key=lambda node: node.members_number, default=None)
-    secret = said.secret if said is not None else secret
+    keeper = max((node for node in nodes if node.secret), key=lambda node: node.members_number, default=None)
+    secret = keeper.secret if keeper is not None else secret
     present = {node.card.node_id for node in nodes}
     number = 1 + max(known_number, *(node.largest_number for node in nodes))
     without = [node.card.node_id for node in nodes if not node.has_secret]
     refusal = ""
     if len(present) < len(nodes):
-        refusal = "two nodes have one name: KEEPSTEP_NODE_ID must be another one on each"
+        refusal = "two nodes have the same id: set another KEEPSTEP_NODE_ID on each node"
     elif 0 < len(without) < len(nodes):
         refusal = f"secret_file is set on some nodes, but not on {', '.join(without[:5])}"
     return RoundAgreement(
@@ -94,26 +88,26 @@ def agree(
 
 
 def membership(agreement: RoundAgreement, node_rank: int, own_secret: bytes) -> Membership:
-    """What one node tells its own keeper."""
+    """The message of one node to its own keeper."""
     return Membership(
         agreement.incarnation, agreement.nodes, node_rank, agreement.secret or own_secret, agreement.former
     )
 
 
-def with_own_card(told: Membership, card: NodeCard) -> Membership:
-    """The same for a keeper that took the place of a dead one: it has another instance, maybe another port."""
-    nodes = [card if rank == told.node_rank else node for rank, node in enumerate(told.nodes)]
-    return msgspec.structs.replace(told, nodes=nodes)
+def with_own_card(membership: Membership, card: NodeCard) -> Membership:
+    """The same membership for a keeper that replaced a dead one: it has another instance, maybe another port."""
+    nodes = [card if rank == membership.node_rank else node for rank, node in enumerate(membership.nodes)]
+    return msgspec.structs.replace(membership, nodes=nodes)
 
 
-def newest_members(known: Mapping[str, NodeClaim]) -> str:
-    """Whose list of members counts: the one of the highest incarnation; "" when nobody has one."""
-    best = max(known, key=lambda name: known[name].members_number, default="")
-    return best if best and known[best].members_number > 0 else ""
+def newest_members(claims: Mapping[str, NodeClaim]) -> str:
+    """Key of the claim with the newest list of members; "" when none has a list."""
+    newest = max(claims, key=lambda name: claims[name].members_number, default="")
+    return newest if newest and claims[newest].members_number > 0 else ""
 
 
 def check_losses(losses: int, num_nodes: int) -> None:
-    """One node alone has no group; two or more must be able to lose `losses` of them."""
+    """Refuse `parity.losses` that this number of nodes cannot bear. One node alone has no parity."""
     if num_nodes >= 2 and losses > num_nodes - 1:
         raise ConfigError(
             f"parity.losses = {losses} nodes cannot be lost out of {num_nodes}",
@@ -122,7 +116,7 @@ def check_losses(losses: int, num_nodes: int) -> None:
 
 
 def read_secret(secret_file: str) -> bytes:
-    """The job's secret, b"" when it has no file."""
+    """The job's secret from its file; b"" when there is none."""
     if not secret_file:
         return b""
     try:
@@ -139,5 +133,5 @@ def read_secret(secret_file: str) -> bytes:
 
 
 def _natural(node_id: str) -> list[tuple[int, str]]:
-    """node2 before node10."""
+    """Sort key: node2 before node10."""
     return [(int(digits), "") if digits else (-1, text) for digits, text in re.findall(r"(\d+)|(\D+)", node_id)]

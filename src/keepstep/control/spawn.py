@@ -1,9 +1,10 @@
-"""Starting a keeper: a clean interpreter in its own session, detached from whoever starts it.
+"""Start a keeper: a clean interpreter in its own session, detached from its starter.
 
-torchelastic kills the process group of a worker, so the keeper must not be in one; and it must not be
-anybody's child that waits to be reaped. `python -m keepstep.keeper --detach` forks twice, and its
-first process ends when the keeper listens (exit 0), or says why not on standard error.
-Whoever finds no keeper may start one: the keeper's own lock lets only one live.
+Invariants:
+- The keeper is in no process group of the launcher: torchelastic kills the process group of a worker. And it is no
+  child that the starter must reap: `python -m keepstep.keeper --detach` forks twice, and its first process exits when
+  the keeper listens (exit code 0), or prints the reason to standard error.
+- Trainers and launchers may start one at the same time: the keeper's own lock lets only one live.
 """
 
 from __future__ import annotations
@@ -21,24 +22,26 @@ START_S = 30.0  # Deadline for a keeper that starts: a new interpreter, on a nod
 
 
 def start_keeper(identity: Identity, config: Config) -> None:
-    """Start the node's keeper unless one runs already. Returns when one listens."""
+    """Start the node's keeper unless one runs. Returns when it listens."""
     ensure_private(identity.runtime_dir)
     environ = {**os.environ, **as_environment(config)}
     environ.update(
         KEEPSTEP_RUN_ID=identity.run_id, KEEPSTEP_NODE_ID=identity.node_id,
         KEEPSTEP_RUNTIME_DIR=str(identity.runtime_dir),
     )  # fmt: skip
-    # A keeper is not a worker: what torchrun tells its workers must not reach it.
+    # A keeper is not a worker: it must not inherit the variables of one.
     for name in ("KEEPSTEP_INCARNATION", "KEEPSTEP_SOCKET", "RANK", "LOCAL_RANK"):
         environ.pop(name, None)
     command = [sys.executable, "-m", "keepstep.keeper", "--detach"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             timeout=START_S, start_new_session=True, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KeeperError(f"the keeper could not be started: {error}", hint="keepstep doctor") from error
-    if done.returncode not in (0, ALREADY_RUNNING):
-        text = done.stderr.decode(errors="replace").strip().splitlines()
-        raise KeeperError(f"the keeper did not start: {text[-1] if text else done.returncode}", hint="keepstep doctor")
+    if result.returncode not in (0, ALREADY_RUNNING):
+        text = result.stderr.decode(errors="replace").strip().splitlines()
+        raise KeeperError(
+            f"the keeper did not start: {text[-1] if text else result.returncode}", hint="keepstep doctor"
+        )

@@ -16,8 +16,8 @@ ANSWER_S = 10.0  # A status takes milliseconds; a keeper that needs longer is st
 
 
 def fetch_status(identity: Identity, *, timeout_s: float = ANSWER_S) -> Status:
-    """Ask one keeper. Raises KeeperError when it is not there, does not answer, or says something else."""
-    who = f"the keeper of run {identity.run_id!r} on node {identity.node_id!r}"
+    """Fetch the status of one keeper. Raises KeeperError when it does not run, or does not answer with a status."""
+    keeper = f"the keeper of run {identity.run_id!r} on node {identity.node_id!r}"
     connection = _HttpOverUnix(identity.http_socket, timeout_s)
     try:
         connection.request("GET", "/status")
@@ -25,20 +25,20 @@ def fetch_status(identity: Identity, *, timeout_s: float = ANSWER_S) -> Status:
         body = response.read()
     except TimeoutError as error:
         raise KeeperError(
-            f"{who} did not answer within {timeout_s:g} s", hint=f"see what it does in {identity.directory}/keeper.log"
+            f"{keeper} did not answer within {timeout_s:g} s", hint=f"its log is {identity.directory}/keeper.log"
         ) from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "strerror", None) or error
-        raise KeeperError(f"{who} does not answer: {reason}", hint="keepstep status --all lists the runs") from error
+        raise KeeperError(f"{keeper} does not answer: {reason}", hint="keepstep status --all lists the runs") from error
     finally:
         connection.close()
     if response.status != http.client.OK:
-        raise KeeperError(f"{who} answered {response.status}: {body[:200].decode(errors='replace').strip()}")
+        raise KeeperError(f"{keeper} answered {response.status}: {body[:200].decode(errors='replace').strip()}")
     try:
         return msgspec.json.decode(body, type=Status)
     except msgspec.DecodeError as error:
         raise KeeperError(
-            f"{who} answered with another status than this keepstep reads: {error}",
+            f"{keeper} answered with a status that this keepstep cannot read: {error}",
             hint="use one version of keepstep on the node",
         ) from error
 

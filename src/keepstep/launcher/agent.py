@@ -1,16 +1,14 @@
-"""This agent's presence in the rendezvous store: one thread that beats, listens, joins, and gives verdicts.
+"""This agent's presence in the rendezvous store: a thread with a connection of its own, and what others ask of it.
 
 Invariants:
-- Only the thread talks to the store, over a connection of its own. Everybody else reads what it saw last
-  (`view`) or waits for it with a deadline: a frozen store host holds up this thread and nobody else.
-- What is decided is pure (rounds.py); the store's compare-and-set says which decision counts.
-- A node is dead when its agent is silent for `dead_s` *and* its keeper does not answer. In a round that has
-  not begun yet the agent's silence is enough: there is no training that a verdict could stop.
+- Only the thread uses the store. Others read the result of its last visit (`view`) or wait for the thread with a
+  deadline: a store host that hangs holds up this thread and nothing else.
+- The rendezvous store is the arbiter: the side of a network split that reaches it goes on, the other one stops. When
+  it is lost for good, agents stop with `no quorum` and the keepers hold the state; no new store is elected (that would
+  need a strict majority, and is not built). Serve the store from a machine that does not fail with the job
+  (`keepstep store`). After a store has come back empty, a member writes the state of the round again.
 
-The rendezvous store is the arbiter: the side of a split that reaches it goes on, the other one stops. When
-it is lost for good, agents stop with `no quorum` and the keepers hold the state; no new store is elected
-(PROTOCOL 11 wants a strict majority for that, and it is not built). Serve the store from a machine that may
-not fail with the job (`keepstep store`). One that comes back empty is told by a member where the job stands.
+round_participant.py says what a visit does. rendezvous.py calls from torch's agent thread.
 """
 
 from __future__ import annotations
@@ -23,37 +21,21 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
 
-from keepstep.control.membership import SECRET_BYTES, NodeClaim, agree, newest_members
+from keepstep.control.membership import NodeClaim
 from keepstep.control.messages import NodeCard
-from keepstep.launcher.probe import PROBE_S, answers
-from keepstep.launcher.round_document import RoundDocument, Store
-from keepstep.launcher.rounds import (
-    AgentId,
-    RoundRules,
-    RoundState,
-    SilenceTimer,
-    arrive,
-    begin,
-    choose,
-    end_round,
-    heard,
-    late,
-    leave,
-    reopen,
-    watched,
-)
+from keepstep.launcher.round_document import Store
+from keepstep.launcher.round_participant import JoinRequest, RoundMember, RoundParticipant, RoundView
+from keepstep.launcher.rounds import AgentId, RoundRules, RoundState, end_round, withdraw
 
-STANDING_S, JOINING_S = 0.5, 0.1  # between two looks at the store: while workers run, while they wait for a round
-DUPLICATE_S = 10.0  # how long the agent that spoke for this node before may take to end
-END_S = 6.0  # for the thread to come back from the store
-NEVER = 1 << 62
-CROWD = 32  # with more of them everybody looks less often: the store has to answer them all
-DECIDERS = 3  # of the living candidates the first few may begin a round: enough, and no storm of writes
+RUNNING_PAUSE_S = 0.5  # between two visits to the store while workers run
+JOINING_PAUSE_S = 0.1  # and while they wait for a round
+DUPLICATE_S = 10.0  # An earlier agent of this node may take so long to end.
+CLOSE_S = 6.0  # for the thread to return from the store
+MANY_AGENTS = 32  # With more of them each visits less often, because one store answers all of them.
 
 log = logging.getLogger("keepstep.launcher")
 T = TypeVar("T")
@@ -72,72 +54,30 @@ class RoundEndedError(Exception):
 
 
 class DuplicateError(Exception):
-    """Another living agent speaks for the same node."""
-
-
-@dataclass(frozen=True)
-class JoinRequest:
-    """The agent wants a place: what it brings, and its keeper's list of members."""
-
-    known: NodeClaim
-    members: list[NodeCard]
-
-
-@dataclass(frozen=True)
-class SeatedAgent:
-    """The agent has a place. `begun`: its workers run."""
-
-    board: RoundState
-    """as it was when the place was given"""
-    rank: int
-    begun: bool
-    since: float
-
-    @property
-    def round(self) -> int:
-        return self.board.round
-
-
-@dataclass(frozen=True)
-class RoundView:
-    """What the thread saw last, and when."""
-
-    board: RoundState = field(default_factory=RoundState)
-    at: float = field(default_factory=time.monotonic)
-    missing: str = ""
-    """what a joining agent waits for"""
-    duplicate: bool = False
+    """Another agent of the same node is alive."""
 
 
 class RendezvousAgent:
+    """Joins rounds, keeps the place of this node, and reports when a round is over."""
+
     def __init__(self, node_id: str, rules: RoundRules, *, connect: Callable[[], Store], store_s: float) -> None:
-        self.seat = AgentId(f"{node_id}/{secrets.token_hex(6)}", node_id)
+        """`connect`: a new connection to the store. `store_s`: how long the store may take to answer."""
+        self.agent = AgentId(f"{node_id}/{secrets.token_hex(6)}", node_id)
         self.view = RoundView()
-        self._rules, self._connect, self._store_s = rules, connect, store_s
-        self._wish: JoinRequest | SeatedAgent | None = None
-        self._member: SeatedAgent | None = None
+        self._connect, self._store_s = connect, store_s
+        self._wish: JoinRequest | RoundMember | None = None
+        self._member: RoundMember | None = None
         self._changed = threading.Condition()
         self._calls: queue.SimpleQueue[Callable[[Store], None]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._attend, name="keepstep-attendance", daemon=True)
+        self._thread = threading.Thread(target=self._visit_store, name="keepstep-rendezvous", daemon=True)
         self._ended = False
-        # The thread's own
-        self._card = ""
-        self._document = RoundDocument()
-        self._silences, self._listened = SilenceTimer(), time.monotonic()
-        self._enough_since = 0.0
-        self._asked_in = NEVER
-        self._probed: dict[str, float] = {}
-        self._complained = float("-inf")
-        self._was_open = False
+        self._participant = RoundParticipant(self.agent, rules)  # Used by the thread, but for `was_open`.
 
-    # For the agent's thread
-
-    def join(self, known: NodeClaim, members: list[NodeCard], *, timeout_s: float) -> SeatedAgent:
-        """Wait for a place. A spare waits as long as a round stands."""
+    def join(self, claim: NodeClaim, members: list[NodeCard], *, timeout_s: float) -> RoundMember:
+        """Wait for a place in a round. A spare waits for as long as a round stands."""
         with self._changed:
-            self._asked_in = NEVER
-            self._wish = JoinRequest(known, members)
-            self.view = RoundView(self.view.board)
+            self._wish = JoinRequest(claim, members)
+            self.view = RoundView(self.view.state)
             if self._thread.ident is None:
                 self._thread.start()
             self._changed.notify_all()
@@ -147,40 +87,40 @@ class RendezvousAgent:
             self._wish = None
             raise
 
-    def _wait_for_place(self, timeout_s: float) -> SeatedAgent:
-        begun = single = time.monotonic()
-        said = ""
+    def _wait_for_place(self, timeout_s: float) -> RoundMember:
+        started = single_at = time.monotonic()
+        missing = ""
         while True:
             with self._changed:
                 self._changed.wait(1.0)
             view, wish, now = self.view, self._wish, time.monotonic()
-            if isinstance(wish, SeatedAgent):
+            if isinstance(wish, RoundMember):
                 return wish
             self._raise_if_lost()
-            single = single if view.duplicate else now
-            if now - single > DUPLICATE_S:
-                raise DuplicateError(f"another living agent speaks for node {self.seat.node_id!r}")
-            if view.board.closed and self._was_open:
+            single_at = single_at if view.duplicate else now
+            if now - single_at > DUPLICATE_S:
+                raise DuplicateError(f"another agent of node {self.agent.node_id!r} is alive")
+            if view.state.closed and self._participant.was_open:
                 raise ClosedError("the job is over")
-            if view.board.stands:  # a spare: nothing is wrong with that, for however long
-                begun = now
-            if view.missing != said:
-                said = view.missing
-                log.info("no round yet: %s", said)
-            if now - begun > timeout_s:
-                raise TimeoutError(f"no round began within {timeout_s:g} s: {said or 'nobody else is here'}")
+            if view.state.stands:  # A spare may wait for any time.
+                started = now
+            if view.missing != missing:
+                missing = view.missing
+                log.info("no round yet: %s", missing)
+            if now - started > timeout_s:
+                raise TimeoutError(f"no round began within {timeout_s:g} s: {missing or 'no other node is waiting'}")
 
     def run(self, call: Callable[[Store], T], *, timeout_s: float) -> T:
-        """Have the thread do something with the store."""
+        """Run a call on the thread, with its connection to the store."""
         future: Future[T] = Future()
 
-        def answer(store: Store) -> None:
+        def run(store: Store) -> None:
             try:
                 future.set_result(call(store))
             except BaseException as error:
                 future.set_exception(error)
 
-        self._calls.put(answer)
+        self._calls.put(run)
         with self._changed:
             self._changed.notify_all()
         try:
@@ -188,69 +128,64 @@ class RendezvousAgent:
         except FutureTimeout:
             raise StoreLostError(f"the rendezvous store did not answer within {timeout_s:g} s") from None
 
-    def gather(self, keys: list[str], *, timeout_s: float) -> list[bytes]:
-        """Wait until the members of this agent's round have written all of these."""
+    def wait_for_keys(self, keys: list[str], *, timeout_s: float) -> list[bytes]:
+        """Wait until the members of this agent's round have written all of these keys."""
         deadline = time.monotonic() + timeout_s
         while not self.run(lambda store: store.check(keys), timeout_s=self._store_s):
-            if self.view.board.closed:
+            if self.view.state.closed:
                 raise ClosedError("the job is over")
-            if reason := self.why_ended():
+            if reason := self.end_reason():
                 raise RoundEndedError(reason)
             if time.monotonic() > deadline:
                 raise RoundEndedError(f"not all nodes were ready within {timeout_s:g} s")
             self._raise_if_lost()
-            time.sleep(JOINING_S / 2 * max(1.0, len(keys) / CROWD))
+            time.sleep(JOINING_PAUSE_S / 2 * max(1.0, len(keys) / MANY_AGENTS))
         return self.run(lambda store: store.multi_get(keys), timeout_s=self._store_s)
 
-    def begun(self) -> None:
-        """All members are ready: from now on it takes more than a silent agent to end the round."""
+    def workers_started(self) -> None:
+        """All members are ready: from now on a silent agent alone does not end the round."""
         with self._changed:
-            if isinstance(wish := self._wish, SeatedAgent):
-                self._wish = SeatedAgent(wish.board, wish.rank, True, time.monotonic())
+            if isinstance(wish := self._wish, RoundMember):
+                self._wish = RoundMember(wish.state, wish.rank, True, time.monotonic())
 
-    def give_up(self, round_: int, reason: str) -> None:
-        """This member cannot go on with a round that all others may be waiting in."""
-        self.run(
-            lambda store: self._document.update(store, lambda board: end_round(board, round_, reason)),
-            timeout_s=self._store_s,
-        )
+    def end_round(self, round_: int, reason: str) -> None:
+        """End a round that this node cannot go on with, so that the others do not wait for it."""
+        self._update(lambda state: end_round(state, round_, reason), timeout_s=self._store_s)
 
-    def why_ended(self) -> str:
-        """Why the round that this agent last had a place in is over, "" while it stands."""
-        board, member = self.view.board, self._member
-        if member is None or not board.members:
-            return ""  # an empty store is one that has forgotten: no reason to stop anybody
-        if board.agreement == member.board.agreement:
-            return board.broken
-        return f"the job has gone on without this node, in round {board.round}"
+    def end_reason(self) -> str:
+        """Why the last round in which this agent had a place is over; "" while it stands."""
+        state, member = self.view.state, self._member
+        if member is None or not state.members:
+            return ""  # An empty store has lost its content: that ends no round.
+        if state.agreement == member.state.agreement:
+            return state.broken
+        return f"the job has gone on without this node, in round {state.round}"
 
-    def publish_card(self, known: NodeClaim) -> None:
-        """This node's keeper has another address now. Nobody waits for it: it serves later verdicts only."""
-        self._calls.put(lambda store: self._put_card(store, known))
+    def publish_claim(self, claim: NodeClaim) -> None:
+        """Publish the new address of this node's keeper. Does not wait: only later verdicts use it."""
+        self._calls.put(lambda store: self._participant.put_claim(store, claim))
 
-    def end(self, *, close: bool, timeout_s: float) -> bool:
-        """Stop attending. Whether the others could be told."""
-        told = self._thread.ident is None
+    def close(self, *, close_job: bool, timeout_s: float) -> bool:
+        """Leave the rendezvous. Returns whether the store could be told; `close_job` ends the job for all nodes."""
+        reached = self._thread.ident is None
         try:
-            if not told:
+            if not reached:
                 with self._changed:
                     self._wish = None
-                self.run(
-                    lambda store: self._document.update(
-                        store, lambda board: leave(board, self.seat.agent, close=close)
-                    ),
-                    timeout_s=timeout_s,
-                )
-            told = True
+                self._update(lambda state: withdraw(state, self.agent.agent, close=close_job), timeout_s=timeout_s)
+            reached = True
         except (StoreLostError, RuntimeError, ValueError) as error:
             log.warning("the rendezvous could not be closed: %s", _first_line(error))
         with self._changed:
             self._ended = True
             self._changed.notify_all()
         if self._thread.ident is not None:
-            # A thread that comes out of torch's C++ while the interpreter ends would abort the process.
-            self._thread.join(END_S)
-        return told
+            # A thread that returns from torch's C++ code while the interpreter ends would abort the process.
+            self._thread.join(CLOSE_S)
+        return reached
+
+    def _update(self, change: Callable[[RoundState], RoundState], *, timeout_s: float) -> None:
+        self.run(lambda store: self._participant.document.update(store, change), timeout_s=timeout_s)
 
     def _raise_if_lost(self) -> None:
         if (silent_s := time.monotonic() - self.view.at) > self._store_s:
@@ -258,16 +193,14 @@ class RendezvousAgent:
 
     # The thread
 
-    def _attend(self) -> None:
+    def _visit_store(self) -> None:
         store: Store | None = None
         while not self._ended:
             try:
                 if store is None:
                     store = self._connect()
-                    self._document.doubt()
-                    if self._card:  # it may be a new store that knows nobody
-                        store.set(f"card/{self.seat.agent}", self._card)
-                self._look(store)
+                    self._participant.reconnected(store)
+                self._visit(store)
                 while not self._calls.empty():
                     self._calls.get()(store)
             except (RuntimeError, ValueError, OSError, msgspec.DecodeError) as error:
@@ -277,166 +210,26 @@ class RendezvousAgent:
             with self._changed:
                 self._changed.wait_for(lambda: self._ended or not self._calls.empty(), self._pause_s(store))
 
-    def _pause_s(self, store: Store | None) -> float:
-        if store is None:
-            return JOINING_S
-        board = self.view.board
-        crowd = max(1.0, (len(board.members) + len(board.waiting)) / CROWD)
-        return min(STANDING_S, JOINING_S * crowd) if self._hurried else STANDING_S
-
-    @property
-    def _hurried(self) -> bool:
+    def _visit(self, store: Store) -> None:
         wish = self._wish
-        return isinstance(wish, JoinRequest) or (isinstance(wish, SeatedAgent) and not wish.begun)
-
-    def _look(self, store: Store) -> None:
-        store.add(f"beat/{self.seat.agent}", 1)
-        wish = self._wish
-        board = self._document.read(store)
-        missing, duplicate = "", False
-        if isinstance(wish, SeatedAgent):
-            self._listen(store, [*watched(board, wish.rank), *board.waiting])
-            board = self._watch(store, board, wish)
-        elif isinstance(wish, JoinRequest):
-            self._listen(store, heard(board, self.seat, dead=self._dead))
-            board, missing, duplicate = self._seek(store, board, wish)
-        self.view = RoundView(board, missing=missing, duplicate=duplicate)
+        view = self._participant.visit(store, wish)
         with self._changed:
+            self.view = view  # Before `_member`: `end_reason` compares the two.
+            if view.place is not None and self._wish is wish:
+                self._wish = self._member = view.place
             self._changed.notify_all()
 
-    def _listen(self, store: Store, them: list[AgentId]) -> None:
-        agents = list({seat.agent for seat in them} - {self.seat.agent})
-        keys = [f"beat/{agent}" for agent in agents]
-        if not keys:
-            counts: list[int] = []
-        elif store.check(keys):
-            counts = [int(count) for count in store.multi_get(keys)]
-        else:  # the store has forgotten some of them
-            counts = [store.add(key, 0) for key in keys]
-        now = time.monotonic()
-        elapsed_s = min(now - self._listened, 2 * STANDING_S)
-        self._listened = now
-        self._silences.hear(dict(zip(agents, counts, strict=True)), elapsed_s)
+    def _pause_s(self, store: Store | None) -> float:
+        if store is None:
+            return JOINING_PAUSE_S
+        state = self.view.state
+        factor = max(1.0, (len(state.members) + len(state.waiting)) / MANY_AGENTS)
+        return min(RUNNING_PAUSE_S, JOINING_PAUSE_S * factor) if self._is_joining else RUNNING_PAUSE_S
 
-    def _dead(self, seat: AgentId) -> bool:
-        return seat.agent != self.seat.agent and self._silences.silent_s(seat.agent) >= self._rules.dead_s
-
-    # Seeking a place
-
-    def _seek(self, store: Store, board: RoundState, wish: JoinRequest) -> tuple[RoundState, str, bool]:
-        rank = board.rank(self.seat.agent)
-        if board.closed and not self._was_open:
-            if not all(self._dead(seat) for seat in [*board.members, *board.waiting] if seat.agent != self.seat.agent):
-                return board, "the agents of a job that is over are still there", False
-            board = self._document.write(store, reopen(board)) or board
-        if board.closed:
-            return board, "", False
-        self._was_open = True
-        if board.stands and rank is not None and board.round > self._asked_in:
-            with self._changed:
-                self.view = RoundView(board)  # first: `why_ended` compares the two
-                self._wish = self._member = SeatedAgent(board, rank, False, time.monotonic())
-            return board, "", False
-        if self.seat not in board.waiting:
-            return self._ask(store, board, wish)
-        if board.stands:
-            self._enough_since = 0.0
-            return board, f"round {board.round} is full and stands; this node is a spare", False
-        return *self._decide(store, board), False
-
-    def _ask(self, store: Store, board: RoundState, wish: JoinRequest) -> tuple[RoundState, str, bool]:
-        namesakes = [
-            seat
-            for seat in {*board.members, *board.waiting}
-            if seat.node_id == self.seat.node_id and seat.agent != self.seat.agent and not self._dead(seat)
-        ]
-        if namesakes:
-            alive = any(self._silences.moved(seat.agent) for seat in namesakes)
-            return board, "the agent that spoke for this node before may still live", alive
-        agent = self.seat.agent
-        store.set(f"members/{agent}", msgspec.json.encode(wish.members).decode())
-        self._put_card(store, wish.known)
-        written = self._document.write(store, arrive(board, self.seat))
-        if written is not None:
-            self._asked_in, self._enough_since = written.round, 0.0
-        return written or board, "", False
-
-    def _put_card(self, store: Store, known: NodeClaim) -> None:
-        self._card = msgspec.json.encode(known).decode()
-        store.set(f"card/{self.seat.agent}", self._card)
-
-    def _decide(self, store: Store, board: RoundState) -> tuple[RoundState, str]:
-        """Begin the next round if this agent is one of those that may, and if it is time."""
-        living = [seat for seat in board.waiting if not self._dead(seat)]
-        alive = {seat.agent for seat in [*board.members, *board.waiting] if not self._dead(seat)}
-        if self.seat not in living[:DECIDERS]:
-            return board, f"{len(living)} nodes are here"
-        keys = [f"card/{seat.agent}" for seat in living]
-        if not store.check(keys):
-            return board, "the store has forgotten who is here"
-        known = {
-            seat.agent: msgspec.json.decode(text, type=NodeClaim)
-            for seat, text in zip(living, store.multi_get(keys), strict=True)
-        }
-        best = newest_members(known)
-        last = msgspec.json.decode(store.get(f"members/{best}"), type=list[NodeCard]) if best else []
-        now = time.monotonic()
-        if len(living) < self._rules.min_nodes or late(board, alive):
-            self._enough_since = 0.0
-        elif not self._enough_since:
-            self._enough_since = now
-        waited_s = now - self._enough_since if self._enough_since else 0.0
-        members, reason = choose(board, self._rules, alive=alive, known=known, last=last, waited_s=waited_s)
-        if not members:
-            return board, reason
-        nonce, secret = secrets.randbits(63), secrets.token_bytes(SECRET_BYTES)
-        agreement = agree([known[seat.agent] for seat in members], last, nonce=nonce, secret=secret)
-        key = f"agreement/{board.round + 1}.{nonce:x}"
-        store.set(key, msgspec.json.encode(agreement).decode())
-        written = self._document.write(store, begin(board, members, key, alive))
-        if written is not None:
-            log.info("round %d begins: %s", written.round, reason)
-        return written or board, reason
-
-    # Watching a round
-
-    def _watch(self, store: Store, board: RoundState, member: SeatedAgent) -> RoundState:
-        if not board.members:
-            # The store came back empty. Members know where the job stands, and one of them says so.
-            remembered = msgspec.structs.replace(member.board, waiting=board.waiting)
-            return self._document.write(store, remembered) or board
-        if board.agreement != member.board.agreement or not board.stands:
-            return board
-        for seat in watched(board, member.rank):
-            if self._dead(seat) and (reason := self._verdict(store, seat, member)):
-                log.warning("verdict: %s", reason)
-                return self._document.write(store, end_round(board, member.round, reason)) or board
-        room = self._rules.max_nodes - len(board.members)
-        if member.rank == 0 and member.begun and room > 0:
-            ready = [seat for seat in board.waiting if not self._dead(seat)]
-            if ready and time.monotonic() - member.since > self._rules.settle_s:
-                reason = f"node {ready[0].node_id} is invited into a free place"
-                return self._document.write(store, end_round(board, member.round, reason)) or board
-        return board
-
-    def _verdict(self, store: Store, seat: AgentId, member: SeatedAgent) -> str:
-        """Why a node is dead, or "" when its keeper lives."""
-        silent = f"node {seat.node_id} is lost: its agent is silent for {self._silences.silent_s(seat.agent):.1f} s"
-        if not member.begun:
-            return silent
-        now, key = time.monotonic(), f"card/{seat.agent}"
-        if now - self._probed.get(seat.agent, 0.0) < PROBE_S:
-            return ""
-        self._probed[seat.agent] = now
-        if not store.check([key]):
-            return ""  # the store is a new one, and this agent never spoke to it: one sign is missing
-        card = msgspec.json.decode(store.get(key), type=NodeClaim).card
-        if answers(card):
-            if now - self._complained > 60:
-                self._complained = now
-                log.warning("the agent of node %s is silent, its keeper answers: training goes on", seat.node_id)
-            return ""
-        return f"{silent}, and its keeper does not answer at {card.address}:{card.port}"
+    @property
+    def _is_joining(self) -> bool:
+        wish = self._wish
+        return isinstance(wish, JoinRequest) or (isinstance(wish, RoundMember) and not wish.begun)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,16 +1,16 @@
-"""The launcher's hand on the node's keeper: starts it, holds its memory too, gives that back when it died.
+"""Supervisor of the node's keeper in the launcher: starts it, holds its memory, and restores both after its death.
 
 Invariants:
-- Only the helper thread connects and starts keepers; everybody else waits for it.
-- What a keeper asked to hold stays open until a keeper says to forget it or says that it ends on purpose.
-- A keeper hears LauncherHello only after everything held was given back, empty hands included: until
-  then an empty keeper of a later incarnation does not decide that there is nothing to restore.
-- A keeper that ended on purpose is not replaced before somebody asks for one (`status`).
-- A keeper that took the place of a dead one in mid-round hears the round's Membership before LauncherHello:
-  it must not think itself alone.
+- Only the supervisor thread connects and starts keepers; all others wait for it.
+- Memory that a keeper asked to hold stays open until a keeper sends its name in `forget` or ends on purpose.
+- A keeper gets LauncherHello only after everything held was given back, even if that is nothing: until then an empty
+  keeper of a later incarnation does not decide that there is nothing to restore.
+- A keeper that ended on purpose is not replaced before a caller needs one.
+- A keeper that replaces a dead one while a round stands gets the round's Membership before LauncherHello: else it would
+  act as the only node.
 
-Written by the keeper (Hold, Ending), read by nobody else: this process never maps what it holds.
-Nothing here knows of torch.
+HeldMemory is written by the keeper (Hold, Ending) and read by nothing else: this process never maps it.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -48,65 +47,71 @@ from keepstep.identity import Identity
 from keepstep.types import Status
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 2.0
-SETTLED_S = 1.0  # a keeper that lived this long is not in a crash loop
-CLOSE_S = 5.0  # a keeper that does not answer holds the end of the launcher up no longer than this
+SETTLED_S = 1.0  # A keeper that lived this long is not in a crash loop.
+CLOSE_S = 5.0  # A keeper that does not answer delays the end of the launcher by no more than this.
+SHORTEST_TIMEOUT_S = 0.1
 
 log = logging.getLogger("keepstep.launcher")
 M = TypeVar("M")
 
 
+class KeeperListener(Protocol):
+    """What the supervisor reports, on its own thread."""
+
+    def keeper_moved(self, card: CardIs) -> None:
+        """A keeper with another address or instance has taken over while a round stands."""
+
+
 class KeeperSupervisor:
     """The connection of one launcher to its node's keeper, for as long as the launcher lives."""
 
-    def __init__(self, identity: Identity, config: Config) -> None:
-        self._identity, self._config = identity, config
+    def __init__(self, identity: Identity, config: Config, *, listener: KeeperListener | None = None) -> None:
+        self._identity, self._config, self._listener = identity, config, listener
         self._changed = threading.Condition()
         self._memory = HeldMemory(request_timeout_s=REQUEST_S)
         self._client: KeeperClient | None = None
-        self.moved: Callable[[CardIs], None] = lambda card: None
-        """told when a keeper in mid-round has another address than the one before; on the helper thread"""
         self._wanted = self._closed = False
         self._failures = 0
         self._problem: Error | OSError | None = None
-        self._thread = threading.Thread(target=self._supervise, name="keepstep-holder", daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name="keepstep-supervisor", daemon=True)
 
     def status(self, *, timeout_s: float, patient: bool) -> Status:
-        """What the keeper says of itself; one is started if none is up.
+        """The keeper's status; one is started if none is up.
 
         Not patient: the first failed attempt raises. Patient: attempts go on until `timeout_s` is over.
         """
-        answer = self._ask(WantStatus(), StatusIs, timeout_s=timeout_s, patient=patient)
+        answer = self._request(WantStatus(), StatusIs, timeout_s=timeout_s, patient=patient)
         return msgspec.json.decode(answer.json, type=Status)
 
     def card(self, *, timeout_s: float, patient: bool) -> CardIs:
-        """Where peers reach the keeper and what it knows; one is started if none is up."""
-        return self._ask(WantCard(), CardIs, timeout_s=timeout_s, patient=patient)
+        """The keeper's card; one is started if none is up."""
+        return self._request(WantCard(), CardIs, timeout_s=timeout_s, patient=patient)
 
     def introduce(self, membership: Membership, *, timeout_s: float) -> None:
-        """Tell the keeper who its peers are; whichever takes its place is told too, until there is a new round."""
+        """Send the round's members to the keeper, and to every later one until there is a new round."""
         membership = with_own_card(membership, self.card(timeout_s=timeout_s, patient=True).card)
         self._memory.set_membership(membership)
-        self._ask(membership, Done, timeout_s=timeout_s, patient=True)
+        self._request(membership, Done, timeout_s=timeout_s, patient=True)
 
-    def _ask(self, message: Any, expect: type[M], *, timeout_s: float, patient: bool) -> M:
+    def _request(self, message: Any, expect: type[M], *, timeout_s: float, patient: bool) -> M:
         deadline = time.monotonic() + timeout_s
         while True:
             client = self._connected_client(deadline, patient)
             try:
-                left = max(deadline - time.monotonic(), 0.1)
-                return client.request(message, expect, timeout_s=left)[0]
+                remaining_s = max(deadline - time.monotonic(), SHORTEST_TIMEOUT_S)
+                return client.request(message, expect, timeout_s=remaining_s)[0]
             except KeeperError:
                 if not client.lost or time.monotonic() >= deadline:
                     raise
 
     def largest_number(self, *, timeout_s: float, patient: bool) -> int:
-        """The largest incarnation number the keeper knows: open, or waiting for older trainers to die."""
+        """The largest incarnation number that the keeper knows: open, or waiting for older trainers to die."""
         number = self.status(timeout_s=timeout_s, patient=patient).incarnation
         client = self._client
         return max(number, client.welcome.largest_number) if client is not None else number
 
     def close(self) -> None:
-        """End the connection and let go of everything; a keeper that keeps nothing is told to end."""
+        """End the connection and close all memory. A keeper that holds nothing is asked to end."""
         with self._changed:
             self._closed = True
             client, self._client = self._client, None
@@ -126,16 +131,16 @@ class KeeperSupervisor:
             self._wanted, failures = True, self._failures
             self._changed.notify_all()
             while self._client is None or self._client.lost:
-                left = deadline - time.monotonic()
-                if left <= 0 or (self._failures > failures and not patient):
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0 or (self._failures > failures and not patient):
                     raise KeeperError(
                         f"this node's keeper is not up: {self._problem or 'it did not answer in time'}",
                         hint="keepstep doctor",
                     ) from self._problem
-                self._changed.wait(left)
+                self._changed.wait(remaining_s)
             return self._client
 
-    # The helper thread
+    # The supervisor thread
 
     def _supervise(self) -> None:
         delay, last_attempt = 0.0, float("-inf")
@@ -171,11 +176,11 @@ class KeeperSupervisor:
             lost, self._client = self._client, None
         if lost is not None:
             lost.close()
-        client = self._reach()
+        client = self._dial()
         try:
             self._memory.give_back(client)
-            if (card := self._memory.reintroduce(client)) is not None:
-                self.moved(card)
+            if (card := self._memory.reintroduce(client)) is not None and self._listener is not None:
+                self._listener.keeper_moved(card)
             client.request(LauncherHello(os.getpid()), Done, timeout_s=REQUEST_S)
             with self._changed:
                 if self._closed:
@@ -187,10 +192,10 @@ class KeeperSupervisor:
             client.close()
             raise
 
-    def _reach(self) -> KeeperClient:
-        """The keeper that is there (trainers may have been quicker), else a new one.
+    def _dial(self) -> KeeperClient:
+        """Connect to the running keeper, which a trainer may have started, else to a new one.
 
-        A keeper that does not listen yet or is about to end holds the lock: then it takes a few tries.
+        A keeper that does not listen yet or is about to end holds the lock: then it takes a few attempts.
         """
         deadline = time.monotonic() + CONNECT_S
         while True:
@@ -201,7 +206,7 @@ class KeeperSupervisor:
                     raise
             start_keeper(self._identity, self._config)
 
-    # What the keeper says, on the connection's own thread
+    # Messages of the keeper, on the connection's own thread
 
     def _pushed(self, message: Any, fds: list[int]) -> None:
         if isinstance(message, Hold):
@@ -226,7 +231,7 @@ class KeeperSupervisor:
 
 
 def _release_if_idle(client: KeeperClient) -> None:
-    """A keeper without memory that nobody else talks to would only wait for its lease."""
+    """End a keeper without memory and without other connections: it would only wait for its lease."""
     answer, _ = client.request(WantStatus(), StatusIs, timeout_s=CLOSE_S)
     status = msgspec.json.decode(answer.json, type=Status)
     if status.memory_bytes == 0 and status.keeper.holders <= 1:

@@ -1,14 +1,13 @@
-"""`torchrun --rdzv-backend=keepstep`: rounds that know of keepers. Imported only when chosen.
+"""`torchrun --rdzv-backend=keepstep`: rounds that include the nodes' keepers. Imported only when chosen.
 
-torch's own dynamic rendezvous is not used for more than the connection to the store: it compares the clocks
-of nodes, gives every node another rank when one is replaced, and restarts for ever while a spare waits.
+torch's own dynamic rendezvous serves only for the connection to the store: it compares the clocks of nodes, gives every
+node another rank when one is replaced, and restarts for ever while a spare waits.
 
 Invariants:
-- The agent's thread never waits for the store while workers run, and with a deadline while they do not.
-- Workers start only after all nodes of the round agreed on its incarnation, and every node's keeper knows
-  the members.
-- Every round has a store of its own, served by the node of rank 0: restarted workers must not read the keys
-  of the dead ones.
+- torch's agent thread never waits for the store while workers run, and waits with a deadline otherwise.
+- Workers start only after all nodes of the round agreed on its incarnation and every node's keeper has the members.
+- Every round has a store of its own, served by the node of rank 0: restarted workers must not read the keys of dead
+  ones.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ from keepstep.launcher.agent import (
     DuplicateError,
     RendezvousAgent,
     RoundEndedError,
-    SeatedAgent,
     StoreLostError,
 )
 from keepstep.launcher.keeper_supervisor import KeeperSupervisor
+from keepstep.launcher.round_participant import RoundMember
 from keepstep.launcher.rounds import RoundRules
 
-# Defaults for what --rdzv-conf may set.
-JOIN_S, CLOSE_S, READ_S = 600, 30, 60  # as torch's
-FIRST_CALL_S, LAST_CALL_S = 30, 3  # nodes boot at different times, once; later rounds know who lives
+# Defaults of the time-outs that --rdzv-conf sets.
+JOIN_S, CLOSE_S, READ_S = 600, 30, 60  # The same as torch's.
+FIRST_CALL_S, LAST_CALL_S = 30, 3  # Nodes boot at different times, once; later rounds know which agents live.
 CONNECT_S = 5.0  # for one attempt to reach the store
 STORE_S = 30.0  # an agent without workers waits this long for a store that does not answer: it may be restarting
 RESTART_WINDOW_S = 3600.0  # of launch.restarts
@@ -64,20 +63,20 @@ log = logging.getLogger("keepstep.launcher")
 
 
 class KeepstepRendezvous(RendezvousHandler):
-    """One agent's side. `store`: the connection that torch made, and the server itself on the node that serves it."""
+    """torch's rendezvous handler of one agent."""
 
     def __init__(self, store: TCPStore, params: RendezvousParameters, *, identity: Identity, config: Config) -> None:
+        """`store`: the connection that torch made; on the node that serves the store, the server itself."""
         self._served, self._params = store, params
         self._identity, self._config = identity, config
         self._secret = read_secret(config.secret_file)
         self._alone = params.max_nodes == 1
-        self._holder = KeeperSupervisor(identity, config)
-        self._holder.moved = self._keeper_moved
-        self._attendance = RendezvousAgent(
+        self._supervisor = KeeperSupervisor(identity, config, listener=self)
+        self._agent = RendezvousAgent(
             identity.node_id, self._rules(), connect=lambda: self._connect(CONNECT_S), store_s=STORE_S
         )
         self._server: TCPStore | None = None
-        self._member: SeatedAgent | None = None
+        self._member: RoundMember | None = None
         self._largest_number = 0
         self._restarts: deque[float] = deque()
         self._restarting = False
@@ -95,35 +94,36 @@ class KeepstepRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self._spend_restart()
         while True:
-            known, members = self._introduce_myself()  # brings the keeper up before other nodes wait for this one
-            self._member = member = self._join(known, members)
+            claim, members = self._claim_node()  # Starts the keeper before other nodes wait for this one.
+            self._member = member = self._join(claim, members)
             try:
-                return self._settle(member)
-            except (RoundEndedError, StoreLostError, ClosedError) as error:  # joining says which it was, and to whom
+                return self._prepare_workers(member)
+            except (RoundEndedError, StoreLostError, ClosedError) as error:
+                # The next join raises what torch must know.
                 log.warning("round %d ended before it began, joining the next one: %s", member.round, error)
-            except RuntimeError as error:  # a store connection: torch raises nothing finer
+            except RuntimeError as error:  # torch raises no subclass for a lost store connection.
                 log.warning("round %d: %s", member.round, str(error).partition("\n")[0])
 
     def num_nodes_waiting(self) -> int:
-        """1 when the round is over, for a reason that is logged. Never blocks, never raises."""
-        reason = self._attendance.why_ended()
+        """1 when the round is over; the reason is logged. Never blocks, never raises."""
+        reason = self._agent.end_reason()
         if reason and not self._restarting:
             self._restarting = True
             log.warning("the workers of this node are restarted: %s", reason)
         return 1 if reason else 0
 
     def is_closed(self) -> bool:
-        return self._attendance.view.board.closed
+        return self._agent.view.state.closed
 
     def set_closed(self) -> None:
-        self._attendance.end(close=True, timeout_s=self._seconds("close", CLOSE_S))
+        self._agent.close(close_job=True, timeout_s=self._seconds("close", CLOSE_S))
 
     def shutdown(self) -> bool:
-        """End the job, if this node is part of it. The keeper stays when it holds state: its lease decides then."""
+        """End the job, if this node is a member of it. A keeper that holds state stays until its lease ends."""
         try:
-            return self._attendance.end(close=self._member is not None, timeout_s=self._seconds("close", CLOSE_S))
+            return self._agent.close(close_job=self._member is not None, timeout_s=self._seconds("close", CLOSE_S))
         finally:
-            self._holder.close()
+            self._supervisor.close()
             self._server = None
 
     # The budget
@@ -138,71 +138,72 @@ class KeepstepRendezvous(RendezvousHandler):
             self._restarts.popleft()
         if len(self._restarts) > allowed:
             raise _refusal(
-                f"the job wants its restart number {len(self._restarts)} within {RESTART_WINDOW_S:g} s, "
+                f"restart number {len(self._restarts)} of the job within {RESTART_WINDOW_S:g} s: "
                 f"launch.restarts allows {allowed}",
-                hint="the workers' first error says why they fail; KEEPSTEP_LAUNCH_RESTARTS allows more",
+                hint="the workers' first error says why they fail; set KEEPSTEP_LAUNCH_RESTARTS to allow more",
             )
 
     # A round
 
-    def _introduce_myself(self) -> tuple[NodeClaim, list[NodeCard]]:
-        """What this node brings; one that is alone needs no card, only a number that is new."""
+    def _claim_node(self) -> tuple[NodeClaim, list[NodeCard]]:
+        """This node's claim. A node that is alone needs no card, only a new incarnation number."""
         timeout_s, patient = START_S, self._member is not None
         try:
             if not self._alone:
-                card = self._holder.card(timeout_s=timeout_s, patient=patient)
-                return self._known(card), card.members
-            number = self._holder.largest_number(timeout_s=timeout_s, patient=patient)
+                card = self._supervisor.card(timeout_s=timeout_s, patient=patient)
+                return self._claim(card), card.members
+            number = self._supervisor.largest_number(timeout_s=timeout_s, patient=patient)
         except Error as error:
             raise _refusal(error.message, hint=error.hint) from error
         return NodeClaim(NodeCard(self._identity.node_id, "", "", 0), max(number, self._largest_number)), []
 
-    def _known(self, card: CardIs) -> NodeClaim:
+    def _claim(self, card: CardIs) -> NodeClaim:
         return NodeClaim.from_card(card, largest_number=self._largest_number, has_secret=bool(self._secret))
 
-    def _keeper_moved(self, card: CardIs) -> None:
-        self._attendance.publish_card(self._known(card))
+    def keeper_moved(self, card: CardIs) -> None:
+        """The keeper was replaced while a round stands (KeeperListener)."""
+        self._agent.publish_claim(self._claim(card))
 
-    def _join(self, known: NodeClaim, members: list[NodeCard]) -> SeatedAgent:
+    def _join(self, claim: NodeClaim, members: list[NodeCard]) -> RoundMember:
         try:
-            return self._attendance.join(known, members, timeout_s=self._seconds("join", JOIN_S))
+            return self._agent.join(claim, members, timeout_s=self._seconds("join", JOIN_S))
         except ClosedError as error:
             if self._member is None:
                 log.warning("the job is over, this spare was not needed")
-                # Meant for this is RendezvousGracefulExitError, which torch 2.13 turns into an AttributeError of its
-                # own and exit code 1. This is the agent's process, and its work is done.
+                # torch has RendezvousGracefulExitError for this, which torch 2.13 turns into an AttributeError and exit
+                # code 1. This is the agent's process, and its work is done.
                 raise SystemExit(0) from error
             raise RendezvousClosedError(str(error)) from error
         except StoreLostError as error:
             raise RendezvousConnectionError(
-                f"no quorum: {error}. The rendezvous store at {self._place} is lost; the keepers hold the state "
-                "(try: start the job again under the same run id; keepstep store serves a store elsewhere)"
+                f"no quorum: {error}. The rendezvous store at {self._store_address} is lost; the keepers hold "
+                "the state (try: start the job again under the same run id; keepstep store serves a store elsewhere)"
             ) from error
         except DuplicateError as error:
-            raise _refusal(str(error), hint="KEEPSTEP_NODE_ID, another one for each node") from error
+            raise _refusal(str(error), hint="set another KEEPSTEP_NODE_ID on each node") from error
         except TimeoutError as error:
             raise RendezvousTimeoutError(str(error)) from error
 
-    def _settle(self, member: SeatedAgent) -> RendezvousInfo:
-        """From a place in a round to workers that may start: agreement, keeper, store, and all nodes ready."""
+    def _prepare_workers(self, member: RoundMember) -> RendezvousInfo:
+        """After a place was assigned: agreement, keeper, store, and all nodes ready. Then workers may start."""
         round_, rank, read_s = member.round, member.rank, self._seconds("read", READ_S)
-        text = self._attendance.run(lambda store: store.get(member.board.agreement), timeout_s=read_s)
+        text = self._agent.run(lambda store: store.get(member.state.agreement), timeout_s=read_s)
         agreed = msgspec.json.decode(text, type=RoundAgreement)
         self._largest_number = max(self._largest_number, agreed.incarnation.number)
-        self._tell_keeper(agreed, round_, rank)
+        self._introduce_keeper(agreed, round_, rank)
         server = None
         if rank == 0:
             address = self._address(agreed)
             server = _serve(address, timedelta(seconds=read_s))
             bootstrap = msgspec.json.encode((address, server.port)).decode()
-            self._attendance.run(lambda store: store.set(f"store/{round_}", bootstrap), timeout_s=read_s)
-        self._attendance.run(lambda store: store.set(f"ready/{round_}/{rank}", "1"), timeout_s=read_s)
+            self._agent.run(lambda store: store.set(f"store/{round_}", bootstrap), timeout_s=read_s)
+        self._agent.run(lambda store: store.set(f"ready/{round_}/{rank}", "1"), timeout_s=read_s)
         ready = [f"ready/{round_}/{other}" for other in range(len(agreed.nodes))]
-        place, *_ = self._attendance.gather([f"store/{round_}", *ready], timeout_s=read_s)
-        # The agent's own connection: it waits in it, and the other one must go on beating.
-        store = self._attendance.run(lambda _: self._connect(read_s), timeout_s=read_s)
-        self._attendance.begun()
-        self._server, self._restarting = server, False  # the last round's store goes only now
+        store_text, *_ = self._agent.wait_for_keys([f"store/{round_}", *ready], timeout_s=read_s)
+        # A connection of torch's agent: it waits in it, and the other one must go on with heartbeats.
+        store = self._agent.run(lambda _: self._connect(read_s), timeout_s=read_s)
+        self._agent.workers_started()
+        self._server, self._restarting = server, False  # The last round's store ends only now.
         os.environ.update(
             KEEPSTEP_INCARNATION=str(agreed.incarnation),
             KEEPSTEP_RUN_ID=self._identity.run_id,
@@ -210,33 +211,33 @@ class KeepstepRendezvous(RendezvousHandler):
             KEEPSTEP_RUNTIME_DIR=str(self._identity.runtime_dir),
         )
         log.info("round %d is incarnation %s, node %d of %d", round_, agreed.incarnation, rank, len(agreed.nodes))
-        bootstrap_info = RendezvousStoreInfo(*msgspec.json.decode(place, type=tuple[str, int]))
+        bootstrap_info = RendezvousStoreInfo(*msgspec.json.decode(store_text, type=tuple[str, int]))
         return RendezvousInfo(PrefixStore(f"round/{round_}", store), rank, len(agreed.nodes), bootstrap_info)
 
-    def _tell_keeper(self, agreed: RoundAgreement, round_: int, rank: int) -> None:
-        """A node that is alone and always was has no peers to tell its keeper of."""
+    def _introduce_keeper(self, agreed: RoundAgreement, round_: int, rank: int) -> None:
+        """Send the members to this node's keeper. A node that is alone and always was has none to send."""
         try:
             if agreed.refusal:
                 raise KeeperError(agreed.refusal, hint="the same settings on all nodes")
             check_losses(self._config.parity.losses, len(agreed.nodes))
             if len(agreed.nodes) > 1 or agreed.former:
-                told = membership(agreed, rank, self._secret)
-                self._holder.introduce(told, timeout_s=REQUEST_S)
+                members = membership(agreed, rank, self._secret)
+                self._supervisor.introduce(members, timeout_s=REQUEST_S)
         except Error as error:
-            self._attendance.give_up(round_, f"node {self._identity.node_id} refuses it: {error.message}")
+            self._agent.end_round(round_, f"node {self._identity.node_id} cannot take part: {error.message}")
             raise _refusal(error.message, hint=error.hint) from error
 
-    # Where and how long
+    # Addresses and time-outs
 
     def _address(self, agreed: RoundAgreement) -> str:
-        """Where the other nodes reach this one."""
+        """Address where the other nodes reach this one."""
         if self._params.local_addr:
             return self._params.local_addr
         own = next(card.address for card in agreed.nodes if card.node_id == self._identity.node_id)
         return "localhost" if self._alone else own or socket.getfqdn()
 
     def _connect(self, timeout_s: float) -> TorchStore:
-        # Nobody there is an error at once, and not after torch has tried for `timeout_s` and said so in 20 lines.
+        # A refused connection is an error at once, not after torch has tried for `timeout_s` and logged 20 lines.
         socket.create_connection((self._served.host, self._served.port), timeout=CONNECT_S).close()
         client = TCPStore(
             self._served.host, self._served.port, is_master=False, wait_for_workers=False,
@@ -245,7 +246,7 @@ class KeepstepRendezvous(RendezvousHandler):
         return PrefixStore(f"keepstep.{self._identity.run_id}", client)
 
     @property
-    def _place(self) -> str:
+    def _store_address(self) -> str:
         return f"{self._served.host}:{self._served.port}"
 
     def _rules(self) -> RoundRules:

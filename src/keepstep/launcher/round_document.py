@@ -1,8 +1,10 @@
-"""The one document of the rendezvous, in a store that others change too. Used by one thread.
+"""The one document of the rendezvous, in a store that all agents change. Used by one thread per agent.
 
-A small counter says whether the document is worth reading: with a thousand nodes it is long, and it is
-looked at twice a second. A writer that died between the two leaves a counter that lags; so it is read
-now and then all the same.
+Invariants:
+- The document changes by compare-and-set only.
+- The counter `changes` says whether it must be read again: with a thousand nodes the document is long, and each agent
+  checks it twice a second. A writer that died between the two leaves a counter that lags, so the document is also
+  read every REREAD_S seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ REREAD_S = 5.0
 
 
 class Store(Protocol):
-    """What is used of torch's TCPStore."""
+    """The part of torch's TCPStore that is used."""
 
     def add(self, key: str, amount: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
@@ -30,39 +32,40 @@ class Store(Protocol):
 
 
 class RoundDocument:
-    """What was last seen of it, and the ways to see more and to change it."""
+    """A cached copy of the document, and the operations on it."""
 
     def __init__(self) -> None:
-        self._text, self._board = "", RoundState()
+        self._text, self._state = "", RoundState()
         self._changes, self._read_at = -1, 0.0
 
-    def doubt(self) -> None:
-        """Read it the next time, whatever the counter says."""
+    def invalidate(self) -> None:
+        """Read it the next time, whatever the counter is."""
         self._changes = -1
 
     def read(self, store: Store) -> RoundState:
+        """The document, from the store if it may have changed."""
         changes, now = store.add("changes", 0), time.monotonic()
         if changes == self._changes and now - self._read_at < REREAD_S:
-            return self._board
-        text = store.compare_set("board", "", "").decode()  # unlike `get`, does not wait for the first writer
+            return self._state
+        text = store.compare_set("board", "", "").decode()  # Unlike `get`, does not wait for the first writer.
         self._text, self._changes, self._read_at = text, changes, now
-        self._board = msgspec.json.decode(text, type=RoundState) if text else RoundState()
-        return self._board
+        self._state = msgspec.json.decode(text, type=RoundState) if text else RoundState()
+        return self._state
 
-    def write(self, store: Store, board: RoundState) -> RoundState | None:
-        """None when somebody else was quicker: read again."""
-        text = msgspec.json.encode(board).decode()
+    def write(self, store: Store, state: RoundState) -> RoundState | None:
+        """Replace the document as it was last read. None when another agent has replaced it before."""
+        text = msgspec.json.encode(state).decode()
         if text == self._text:
-            return board
-        found = store.compare_set("board", self._text, text).decode()
-        self.doubt()
-        if found != text:
+            return state
+        current = store.compare_set("board", self._text, text).decode()
+        self.invalidate()
+        if current != text:
             return None
-        self._text, self._board = text, board
+        self._text, self._state = text, state
         store.add("changes", 1)
-        return board
+        return state
 
     def update(self, store: Store, change: Callable[[RoundState], RoundState]) -> None:
-        """Change it, whoever else does at the same time."""
+        """Apply a change, again if another agent writes at the same time."""
         while self.write(store, change(self.read(store))) is None:
             pass

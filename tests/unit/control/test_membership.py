@@ -9,11 +9,11 @@ import pytest
 from keepstep.control.membership import (
     NodeClaim,
     agree,
+    assign_ranks,
     check_losses,
     membership,
     newest_members,
     read_secret,
-    seats,
     with_own_card,
 )
 from keepstep.control.messages import NodeCard
@@ -29,24 +29,24 @@ def known(node_id: str, number: int = 0, **more: object) -> NodeClaim:
 
 
 def test_a_first_start_orders_nodes_by_name_as_people_count() -> None:
-    assert seats(["n10", "n2", "n1"], []) == ["n1", "n2", "n10"]
-    assert seats(["b", "10", "a1", "a"], []) == ["a", "a1", "b", "10"]
+    assert assign_ranks(["n10", "n2", "n1"], []) == ["n1", "n2", "n10"]
+    assert assign_ranks(["b", "10", "a1", "a"], []) == ["a", "a1", "b", "10"]
 
 
 def test_survivors_keep_their_ranks_and_newcomers_fill_the_holes() -> None:
-    assert seats(["z", "a", "d", "b"], ["b", "c", "a", "d"]) == ["b", "z", "a", "d"]
-    assert seats(["x", "w", "d", "a"], ["a", "b", "c", "d"]) == ["a", "w", "x", "d"]
+    assert assign_ranks(["z", "a", "d", "b"], ["b", "c", "a", "d"]) == ["b", "z", "a", "d"]
+    assert assign_ranks(["x", "w", "d", "a"], ["a", "b", "c", "d"]) == ["a", "w", "x", "d"]
 
 
 def test_another_number_of_nodes_keeps_the_order_of_survivors() -> None:
-    assert seats(["a", "c", "d"], ["d", "b", "c", "a"]) == ["d", "c", "a"]
-    assert seats(["f", "a", "b", "e"], ["b", "a"]) == ["b", "a", "e", "f"]
+    assert assign_ranks(["a", "c", "d"], ["d", "b", "c", "a"]) == ["d", "c", "a"]
+    assert assign_ranks(["f", "a", "b", "e"], ["b", "a"]) == ["b", "a", "e", "f"]
 
 
 def test_every_node_has_exactly_one_rank() -> None:
     for last in (["a", "b", "c"], ["c", "x", "y", "b"], []):
         for present in (["a", "b", "c"], ["p", "q"], ["c", "b", "q", "r", "s"]):
-            assert sorted(seats(present, last)) == sorted(present)
+            assert sorted(assign_ranks(present, last)) == sorted(present)
 
 
 def test_the_number_is_one_more_than_any_keeper_knows() -> None:
