@@ -4,7 +4,7 @@
     python benchmarks/bench_walk.py --quick                                     does it run at all?
 
 A model of many linear layers with AdamW on the CPU; every tensor is copied behind `take`. Beside it in the same loop
-`state_dict()` of model and optimizer, and `take` of a state that is known to move, which is looked at in full each
+`state_dict()` of model and optimizer, and `take` of a state that is known to move, which is checked in full each
 time. Caches are cold: a large tensor is written before each. Figures are medians.
 """
 
@@ -27,7 +27,7 @@ import keepstep
 from keepstep.config import TakeConfig
 from keepstep.testing.run import LocalRun
 from keepstep.trainer import snapshotter
-from keepstep.trainer.plan.stillness import LOOKS
+from keepstep.trainer.plan.plan_cache import SETTLED_AFTER
 
 TARGET_S = 0.5e-6
 """for each tensor"""
@@ -55,7 +55,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - started, found
 
 
-def measure(parameters: int, snapshots: int, *, restless: bool) -> dict[str, Any]:
+def measure(parameters: int, snapshots: int, *, unstable: bool) -> dict[str, Any]:
     training, junk = Training(parameters), torch.zeros(30_000_000)
     took: list[float] = []
     asked: list[float] = []
@@ -63,9 +63,9 @@ def measure(parameters: int, snapshots: int, *, restless: bool) -> dict[str, Any
     with LocalRun() as run:
         config = run.config(take=TakeConfig(fingerprint="off"))
         with keepstep.Snapshotter(training.state, config) as keeper:
-            keeper._survey.stillness._restless = restless
+            keeper._plans.unstable = unstable
             keeper.restore()
-            for step in range(LOOKS + 2 + snapshots):
+            for step in range(SETTLED_AFTER + 2 + snapshots):
                 training.optimizer.step()
                 junk.add_(1)
                 asked_s, _ = timed(lambda: [part.state_dict() for part in training.state.values()])
@@ -74,7 +74,7 @@ def measure(parameters: int, snapshots: int, *, restless: bool) -> dict[str, Any
                 if taken.skipped:
                     raise SystemExit(f"step {step} was skipped: {taken.reason}")
                 taken.wait(timeout_s=SETTLE_S)
-                if step >= LOOKS + 2:
+                if step >= SETTLED_AFTER + 2:
                     took.append(take_s)
                     asked.append(asked_s)
     tensors = training.num_tensors
@@ -97,15 +97,15 @@ def main() -> int:
     sizes = (40,) if arguments.quick else (292, 2_500, 10_000)
     snapshots = 3 if arguments.quick else 25
     found = {
-        name: [measure(size, snapshots, restless=restless) for size in sizes]
-        for name, restless in (("in shares", False), ("in full", True))
+        name: [measure(size, snapshots, unstable=unstable) for size in sizes]
+        for name, unstable in (("spot check", False), ("full check", True))
     }
-    table = Table("looked at", "tensors", "take, ms", "per tensor, us", "of state_dict()", "asked, us")
+    table = Table("check", "tensors", "take, ms", "per tensor, us", "of state_dict()", "asked, us")
     for name, rows in found.items():
         for row in rows:
             table.add_row(
                 name, f"{row['tensors']:,}", f"{1e3 * row['take_s']:.2f}", f"{1e6 * row['per_tensor_s']:.2f}",
-                f"{row['of_state_dict']:.2f}", f"{1e6 * TARGET_S:.1f}" if name == "in shares" else "",
+                f"{row['of_state_dict']:.2f}", f"{1e6 * TARGET_S:.1f}" if name == "spot check" else "",
             )  # fmt: skip
     Console().print(table)
     if arguments.out:

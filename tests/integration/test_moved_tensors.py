@@ -1,7 +1,7 @@
 """Tensors that are moved or replaced between two takes: the snapshot is exact, or void and the next one is exact.
 
-A state that has not moved for a while is looked at in shares inside `take` (stillness.py), so that what moves a single
-tensor may be noticed only behind it.
+A state that has not moved for a while is spot-checked inside `take` (plan_cache.py), so that the move of one tensor may
+be noticed only by the validation after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import keepstep
 from keepstep.testing.run import LocalRun
 from keepstep.trainer.capture.grants import Skip
-from keepstep.trainer.plan.stillness import LOOKS, MOVED
+from keepstep.trainer.plan.plan_cache import MOVED, SETTLED_AFTER
 
 LAYERS = 60
 
@@ -97,7 +97,7 @@ def test_what_has_moved_is_never_captured_as_it_was(
             snapshots = close_after(keepstep.Snapshotter(training.state, run.config()))
             restored = snapshots.restore()
             assert (restored is None) == (trial == 0)
-            for _ in range(LOOKS + 2):  # until it is trusted
+            for _ in range(SETTLED_AFTER + 2):  # until it is trusted
                 training.step()
                 step += 1
                 assert snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
@@ -129,12 +129,12 @@ def test_what_has_moved_is_never_captured_as_it_was(
 
 @pytest.mark.timeout(60)
 def test_weights_that_are_swapped_for_the_take_only_are_what_is_captured() -> None:
-    """Behind it everything is as before: only the look inside `take` can tell."""
+    """After `take` everything is as before: only the check inside it can tell."""
     with LocalRun() as run:
         training = Training()
         snapshots = keepstep.Snapshotter(training.state, run.config())
         snapshots.restore()
-        for step in range(LOOKS + 2):
+        for step in range(SETTLED_AFTER + 2):
             training.step()
             assert snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
         training.step()
@@ -142,7 +142,7 @@ def test_weights_that_are_swapped_for_the_take_only_are_what_is_captured() -> No
         for parameter in training.model.parameters():
             parameter.data = parameter.data * 0.5
         averaged = training.tensors()
-        taken = snapshots.take(LOOKS + 2)
+        taken = snapshots.take(SETTLED_AFTER + 2)
         for parameter, data in zip(training.model.parameters(), raw, strict=True):
             parameter.data = data
         assert taken.wait(timeout_s=10) >= keepstep.Survives.PROCESS
@@ -164,15 +164,16 @@ def test_a_parameter_that_goes_to_another_optimizer_is_fenced_by_that_one() -> N
         optimizers = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
         snapshots = keepstep.Snapshotter({"model": model, "a": optimizers[0], "b": optimizers[1]}, run.config())
         snapshots.restore()
-        for step in range(LOOKS + 3):
+        for step in range(SETTLED_AFTER + 3):
             for optimizer in optimizers:
                 optimizer.step()
             assert snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
-        plans = snapshots._survey.plans
+        assert snapshots._plans.current is not None
+        plans = snapshots._plans.current.plans
         moved = optimizers[1].param_groups[0]["params"].pop()
         optimizers[0].param_groups[0]["params"].append(moved)
         for optimizer in optimizers:
             optimizer.step()
-        snapshots.take(LOOKS + 3).wait(timeout_s=10)
-        assert snapshots._survey.plans is not plans
+        snapshots.take(SETTLED_AFTER + 3).wait(timeout_s=10)
+        assert snapshots._plans.current.plans is not plans
         snapshots.close(finished=True)

@@ -37,8 +37,7 @@ from keepstep.trainer.plan import arena_size
 from keepstep.trainer.plan.copy_plan import SMALL_BYTES
 from keepstep.trainer.plan.plan_cache import PlanCache
 from keepstep.trainer.plan.replica_shares import ReplicaShares
-from keepstep.trainer.plan.replication import Replicas
-from keepstep.trainer.plan.stillness import Stillness
+from keepstep.trainer.plan.replication import ReplicaProver
 from keepstep.trainer.restore.restore import RestoreRun, Stopwatch, short_switch_interval
 from keepstep.trainer.restore.writer import sharded_modules
 from keepstep.trainer.results import PendingSnapshot, Restored, SnapshotReporter
@@ -75,17 +74,15 @@ class Snapshotter:
         self._key = key
         optimizers = [(item.path, unwrap_optimizer(item.thing)) for item in self._items.of(OPTIMIZER)]
         self._fence = OptimizerFence(optimizers, [item.thing for item in self._items.of(MODULE)])
-        self._capture = Capture(self._place, self.config.take, self._fence, self._reporter)
-        self._sharing = self._find_sharing()
+        self._replication = ReplicaProver(self._items, self._find_sharing(), self.config.replicated)
         self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
-        self._survey = PlanCache(
-            StateReader(self._items, rng=self.config.rng, grads=self.config.grads), self._fence, self._sharing,
-            self._replicas, Stillness(restless=bool(self._sharded)), SMALL_BYTES,
+        self._plans = PlanCache(
+            StateReader(self._items, rng=self.config.rng, grads=self.config.grads), self._fence, self._replication,
+            small_bytes=SMALL_BYTES, unstable=bool(self._sharded),
         )  # fmt: skip
+        self._capture = Capture(self._place, self.config.take, self._fence, self._plans, self._reporter)
         self._memory = RankArena(self._link, self._rank, self.config.arena)
         self._grants = GrantReader(self._link, self._memory)
-        # Paths of replicas that differ between nodes: each rank's own from then on.
-        self._diverged: frozenset[str] = frozenset()
         self._closed = False
 
     # Restoring
@@ -104,7 +101,7 @@ class Snapshotter:
     def _restore(self, rehearsal: Callable[[], object] | None) -> Restored | None:
         watch = Stopwatch()
         loading = RestoreRun(self.config, self._identity, self._place, self._items, self._link)
-        restored = loading.run(rehearsal, self._replicas, watch)
+        restored = loading.run(rehearsal, self._replication.prove, watch)
         # Before the first step: all that can fail, fails here.
         need = self._foresee()
         watch.lap("looking at the state")
@@ -124,26 +121,23 @@ class Snapshotter:
         world, parity = World.of(self._place), self.config.parity
         return ReplicaShares(world, parity.replicated, parity.losses, parity.group_size) if world is not None else None
 
-    def _replicas(self) -> Replicas:
-        return Replicas(self._items, self._sharing, named=self.config.replicated, diverged=self._diverged)
-
     # Memory
 
     def _foresee(self) -> SnapshotSize:
         """What a snapshot will need, with the optimizer state that is still to come."""
-        reading, plan = self._survey.begin()
+        prepared = self._plans.prepare()
         self._fence.muted = True
         try:
-            missing = arena_size.missing_state(self._items.optimizers, self._replicas())
+            missing = arena_size.missing_state(self._items.optimizers, self._replication.prove())
             missing += arena_size.missing_grads(self._items.optimizers) if self.config.grads else []
         finally:
             self._fence.muted = False
-        return arena_size.need_of(plan, len(reading.values), missing, self._sharing)
+        return arena_size.need_of(prepared.plan, len(prepared.reading.values), missing, self._replication.sharing)
 
     def _prepare_devices(self, need: SnapshotSize) -> None:
         """What is on a device now tells how what comes will be spread."""
-        assert self._survey.plans is not None
-        plan = self._survey.plans.first
+        assert self._plans.current is not None
+        plan = self._plans.current.plans.first
         sizes: Counter[torch.device] = Counter()
         for unit in plan.ops:
             sizes[unit.device] += unit.size_bytes
@@ -195,7 +189,7 @@ class Snapshotter:
             self._publish(step)
             if self._capture.is_full(view.arena.num_slots):
                 raise CaptureError("the snapshot before it is still being copied")
-            self._capture.begin(view, grant.slot, version, self._survey.at(step), inexact=inexact)
+            self._capture.begin(view, grant.slot, version, self._plans.lookup(step), inexact=inexact)
         except Exception as error:
             self._reporter.voided(arena_id, grant.slot, version, str(error) or repr(error))
         return pending
@@ -214,8 +208,8 @@ class Snapshotter:
         """Do what other threads reported since the last `take`: only this thread replaces plans and arenas."""
         notices, view = self._reporter.take_notices(), self._memory.view
         if notices.diverged:
-            self._diverged = self._diverged | notices.diverged
-            self._survey.outdate()  # The next layout has these paths as this rank's own.
+            self._replication.exclude(notices.diverged)
+            self._plans.outdate()  # The next layout has these paths as this rank's own.
         if view is None:
             self._prepare_memory()
             return
@@ -225,7 +219,7 @@ class Snapshotter:
             self._memory.replace(before=self._capture.drain)
         outgrown = self._capture.take_outgrown()
         if outgrown is not None and not view.arena.fits(outgrown.size):
-            need = arena_size.need_of(outgrown.plan, outgrown.size.values_bytes, [], self._sharing)
+            need = arena_size.need_of(outgrown.plan, outgrown.size.values_bytes, [], self._replication.sharing)
             self._memory.grow(need, before=self._capture.drain)
 
     def _prepare_memory(self) -> None:
@@ -263,7 +257,7 @@ class Snapshotter:
         self._fence.close()
         self._link.close(finished=finished)
         self._memory.close()
-        self._survey.close()
+        self._plans.close()
         _open_here.discard(self._key)
         self._reporter.close()
 

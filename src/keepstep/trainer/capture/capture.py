@@ -43,7 +43,7 @@ from keepstep.trainer.integrity.fingerprints import frame
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.plan.copy_plan import CopyOp, CopyPlan, CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
-from keepstep.trainer.plan.plan_cache import CachedPlan
+from keepstep.trainer.plan.plan_cache import CachedPlan, PlanCache
 from keepstep.trainer.state.optimizer_fence import CopyGate, OptimizerFence
 from keepstep.types import Version
 
@@ -105,8 +105,10 @@ class Outgrown:
 class Capture:
     """Runs captures one at a time, in order."""
 
-    def __init__(self, place: RankPlace, config: TakeConfig, fence: OptimizerFence, listener: CaptureListener) -> None:
-        self._place, self._config, self._fence, self._listener = place, config, fence, listener
+    def __init__(
+        self, place: RankPlace, config: TakeConfig, fence: OptimizerFence, plans: PlanCache, listener: CaptureListener
+    ) -> None:
+        self._place, self._config, self._fence, self._plans, self._listener = place, config, fence, plans, listener
         # Two may be in flight, and the thread may have begun neither: one that was staged whole has no gate to wait at.
         self._queue: queue.Queue[CaptureJob | None] = queue.Queue(maxsize=2)
         self._copied: queue.Queue[tuple[CaptureJob, str] | None] = queue.Queue(maxsize=2)
@@ -313,7 +315,7 @@ class Capture:
         self._check_room(job.view, job.cached, len(values))
         arena.segment.write(arena.values_span(job.slot).offset, values)
         job.header = replace(job.header, values_bytes=len(values))
-        reason = job.cached.look()
+        reason = self._plans.validate(job.cached)
         if reason:  # Otherwise it stays: `check_unfenced_write` may have set it meanwhile.
             job.void = reason
 

@@ -1,114 +1,172 @@
-"""The state at one boundary, and the plan for its copy. Runs inside `take`, on the training thread.
+"""Cache of the copy plan. `lookup` runs inside `take`, on the training thread; `validate` on the copy thread.
 
-Plans are cached while every tensor is where and what it was and is written by the same optimizer. A state that stands
-still is looked at in part (`stillness`); what `take` relies on is looked at in full behind it (`CachedPlan.look`).
+A plan is valid while every place of the state holds the same tensor at the same address, and the same optimizer writes
+it. To check all of them takes the training thread about a microsecond per tensor. So the rule is:
+
+lookup    checks everything until `SETTLED_AFTER` snapshots in a row were found unchanged. From then on it checks one
+          random subset of the places. Subsets are spread over the whole state, so that a change of many tensors
+          (`module.to`, a swap with averaged weights, off-loading) shows in each of them. A change leads to a new plan.
+validate  checks everything that a `lookup` relied on, before the commit. A change that the lookup had missed voids the
+          snapshot, and the next lookup makes a new plan.
+
+A state is `unstable` when it moves whenever training goes on, as FSDP's does in forward: it changed between a full
+check and its validation, or changes were missed `MAX_MISSED` times. Then every lookup checks everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from keepstep.trainer.plan import tensor_blocks
 from keepstep.trainer.plan.copy_plan import CopyPlan, PlanTurns
-from keepstep.trainer.plan.replica_shares import ReplicaShares
-from keepstep.trainer.plan.replication import Replicas
-from keepstep.trainer.plan.stillness import Check, SpotCheck, Stillness
+from keepstep.trainer.plan.replication import ReplicaProver
+from keepstep.trainer.plan.tensor_blocks import TensorAddresses, build
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
 from keepstep.trainer.state.reader import StateReader, StateReading
-from keepstep.trainer.state.structure import StateStructure
+from keepstep.trainer.state.structure import MAX_SUBSETS, Check
+
+SETTLED_AFTER = 3  # Full checks in `lookup`, and as many in `validate`, before a subset is enough.
+MAX_MISSED = 3  # Changes that a spot check missed, before a state is never spot-checked again.
+
+# For this long checks may hold the interpreter. To get it back from a thread that never waits takes ten times as long,
+# so it is not released after every check: the snapshot would be committed late.
+HOLD_S = 0.0005
+
+MOVED = "a tensor of the state was moved or replaced without being noticed inside take"
+
+
+@dataclass
+class PlannedState:
+    """One layout of the state: its plans, and what they were made from."""
+
+    plans: PlanTurns
+    addresses: TensorAddresses
+    owned: list[list[list[int]]]  # parameters by optimizer
+    full_checks: int = 0  # Passed since the last change. Written by `validate` only.
 
 
 @dataclass(frozen=True)
 class CachedPlan:
+    """A reading of the state, the plan of its copy, and how much of the state was checked for it."""
+
     reading: StateReading
     plan: CopyPlan
-    look: Callable[[], str]
-    """on the copy thread: why the snapshot is void, or nothing"""
+    state: PlannedState
+    subset: int | None  # None: everything
 
 
 class PlanCache:
-    """Of one state, again and again."""
+    """The plans of one state, from snapshot to snapshot."""
 
     def __init__(
         self,
         reader: StateReader,
         fence: OptimizerFence,
-        sharing: ReplicaShares | None,
-        replicas: Callable[[], Replicas],
-        stillness: Stillness,
+        replication: ReplicaProver,
+        *,
         small_bytes: int,
+        unstable: bool = False,
     ) -> None:
-        """`replicas`: what other nodes hold too, as far as is known when it is asked."""
-        self._reader, self._fence, self._sharing = reader, fence, sharing
-        self._replicas, self._small_bytes = replicas, small_bytes
-        self.stillness = stillness
-        self.plans: PlanTurns | None = None
-        self._signature: tensor_blocks.Signature | None = None
-        self._owned: list[list[list[int]]] = []
+        """`unstable`: the state is known to move."""
+        self._reader, self._fence, self._replication = reader, fence, replication
+        self._small_bytes = small_bytes
+        self.unstable = unstable
+        self.current: PlannedState | None = None
+        self._missed = 0
         self._outdated = False
+        self._random = random.Random()
 
     def outdate(self) -> None:
-        """From any thread: the next snapshot needs a new layout."""
+        """From any thread: the next lookup makes a new layout."""
         self._outdated = True
 
-    def begin(self) -> tuple[StateReading, CopyPlan]:
-        """The first look, whatever was seen before."""
+    def prepare(self) -> CachedPlan:
+        """Make a new plan, for the state as it is before the first step."""
         reading = self._reader.read()
-        self.plans = self._make_plans(reading)
-        return reading, self.plans.first
+        self.current = self._make(reading)
+        return CachedPlan(reading, self.current.plans.first, self.current, None)
 
-    def at(self, step: int) -> CachedPlan:
-        glance = self.stillness.glance()
-        reading = self._reader.read(glance.share)
-        if glance.share is not None and not self._is_known(reading, glance.share):
-            glance = self.stillness.start_again()
+    def lookup(self, step: int) -> CachedPlan:
+        """The state as it is now, and the plan of its copy."""
+        subset = self._choose_subset()
+        reading = self._reader.read(subset)
+        if subset is not None and not self._is_current(reading, subset):
+            assert self.current is not None
+            # A new object: validations of earlier lookups count for the old one.
+            subset, self.current = None, replace(self.current, full_checks=0)
             reading = self._reader.read()
-        if glance.share is None and not self._is_known(reading, None):
-            self.plans = self._make_plans(reading)
-            glance = self.stillness.start_again()
-        assert self.plans is not None
-        assert self._signature is not None
-        look = partial(self._look, self._signature, self._owned, reading.relied_on, glance)
-        return CachedPlan(reading, self.plans.at(step), look)
+        if subset is None and not self._is_current(reading, None):
+            self.current = self._make(reading)
+        assert self.current is not None
+        return CachedPlan(reading, self.current.plans.at(step), self.current, subset)
 
-    def _look(
-        self,
-        signature: tensor_blocks.Signature,
-        owned: list[list[list[int]]],
-        relied_on: list[StateStructure],
-        glance: SpotCheck,
-    ) -> str:
-        """At all that a `take` has relied on."""
-        checks: list[Check] = [*signature.checks(), lambda: self._fence.owned() == owned]
-        checks += (check for one in relied_on for check in one.checks())
-        void = self.stillness.look(checks, glance, signature.close_checks())
-        if void:
-            self.outdate()
-        return void
+    def validate(self, cached: CachedPlan) -> str:
+        """Check all that a lookup relied on. Returns why its snapshot is void, or nothing."""
+        state = cached.state
+        if not _all_pass(state.addresses.geometry_checks()):  # `lookup` does not check it: training never changes it
+            return self._void()
+        if self.unstable and cached.subset is None:
+            return ""  # Everything was checked, and nothing is to be learned.
+        if _all_pass(self._checks(cached)):
+            state.full_checks += 1
+            return ""
+        if cached.subset is None:  # It was unchanged at the lookup and has moved since.
+            self.unstable = True
+            return ""
+        self._missed += 1
+        self.unstable = self.unstable or self._missed >= MAX_MISSED
+        return self._void()
 
     def close(self) -> None:
-        """Let go of every tensor."""
-        self.plans = self._signature = None
+        """Release every tensor."""
+        self.current = None
 
-    def _is_known(self, reading: StateReading, share: int | None) -> bool:
-        if self._signature is None or self._outdated or self._fence.owned() != self._owned:
+    def _choose_subset(self) -> int | None:
+        state = self.current
+        if state is None or self._outdated or self.unstable or state.full_checks < SETTLED_AFTER:
+            return None
+        return self._random.randrange(MAX_SUBSETS)
+
+    def _is_current(self, reading: StateReading, subset: int | None) -> bool:
+        state = self.current
+        if state is None or self._outdated or self._fence.owned() != state.owned:
             return False
-        return self._signature.matches(reading.found.runs, share)
+        return state.addresses.unchanged(reading.found.runs, subset)
 
-    def _make_plans(self, reading: StateReading) -> PlanTurns:
-        self._outdated = False  # before anything is read that it depends on
+    def _checks(self, cached: CachedPlan) -> Iterable[Check]:
+        yield from cached.state.addresses.checks()
+        yield lambda: self._fence.owned() == cached.state.owned
+        for structure in cached.reading.relied_on:
+            yield from structure.checks()
+
+    def _void(self) -> str:
+        self.outdate()
+        return MOVED
+
+    def _make(self, reading: StateReading) -> PlannedState:
+        self._outdated = False  # before anything is read that the layout depends on
         try:
-            owned = self._fence.owned()
-            built = tensor_blocks.build(
-                reading.tensors, reading.paths(), sharing=self._sharing, ranks_of=self._replicas().ranks_of,
+            owned, sharing = self._fence.owned(), self._replication.sharing
+            blocks = build(
+                reading.tensors, reading.paths(), sharing=sharing, ranks_of=self._replication.prove().ranks_of,
                 small_bytes=self._small_bytes,
             )  # fmt: skip
-            plans = PlanTurns(built, self._sharing, self._fence.watched, self._small_bytes)
-            self._signature = tensor_blocks.Signature(reading.tensors, reading.found.runs)
-            self._owned = owned
+            plans = PlanTurns(blocks, sharing, self._fence.watched, self._small_bytes)
+            return PlannedState(plans, TensorAddresses(reading.tensors, reading.found.runs), owned)
         except BaseException:
-            self._outdated = True  # the old plans must not be taken for these
+            self._outdated = True  # the old plans are not those of this state
             raise
-        return plans
+
+
+def _all_pass(checks: Iterable[Check]) -> bool:
+    """Each check runs in one call of C and holds the interpreter, which the training thread may be waiting for."""
+    since = time.perf_counter()
+    for check in checks:
+        if not check():
+            return False
+        if time.perf_counter() - since > HOLD_S:
+            time.sleep(0)
+            since = time.perf_counter()
+    return True

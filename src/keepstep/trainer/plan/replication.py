@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.state.objects import MODULE, OPTIMIZER, StateObjects, unwrap_optimizer
+from keepstep.trainer.state.reader import local_tensor
 
 # Less is not worth a place in a stream: it travels with what is the rank's own.
 LEAST_BYTES = 1 << 20
@@ -32,6 +33,24 @@ _SAME_GRADIENTS = tuple(
     f"torch.distributed.algorithms.ddp_comm_hooks.{name}"
     for name in ("default_hooks", "powerSGD_hook", "mixed_precision_hooks")
 )
+
+
+class ReplicaProver:
+    """How this job stores replicated state, and what is proven to be replicated."""
+
+    def __init__(self, objects: StateObjects, sharing: ReplicaShares | None, named: str = "") -> None:
+        """`sharing`: None on a single node, where everything is this rank's own. `named`: see `Config.replicated`."""
+        self.sharing = sharing
+        self._objects, self._named = objects, named
+        self._diverged: frozenset[str] = frozenset()
+
+    def exclude(self, paths: Iterable[str]) -> None:
+        """Paths whose replicas differ, whatever the structure proves: from now on each rank's own."""
+        self._diverged |= frozenset(paths)
+
+    def prove(self) -> Replicas:
+        """The proof for the state as it is now."""
+        return Replicas(self._objects, self.sharing, named=self._named, diverged=self._diverged)
 
 
 class Replicas:
@@ -56,7 +75,7 @@ class Replicas:
 
     def ranks_of(self, tensor: torch.Tensor, path: str) -> Ranks | None:
         """The ranks that hold these bytes, on enough nodes to matter; None: they are this rank's own."""
-        part = _local(tensor)
+        part = local_tensor(tensor)
         if self.sharing is None or _is_gradient(path) or path in self._diverged:
             return None
         if part.layout is not torch.strided or part.nbytes < LEAST_BYTES or not part.is_contiguous():
@@ -67,7 +86,7 @@ class Replicas:
         """The same for state of the parameter's shape that the optimizer is still to make."""
         if self.sharing is None or nbytes < LEAST_BYTES:
             return None
-        found = self._proven.get(_key(_local(parameter))) if _updates_alike(optimizer) else None
+        found = self._proven.get(_key(local_tensor(parameter))) if _updates_alike(optimizer) else None
         if found is None and isinstance(parameter, DTensor):
             found = self._mesh_ranks(parameter)
         if found is None and self._is_named(f"{self._paths.get(id(optimizer), '')}.state"):
@@ -75,12 +94,11 @@ class Replicas:
         return self.sharing.holders(found)
 
     def _class_of(self, sharing: ReplicaShares, tensor: torch.Tensor, path: str) -> Ranks | None:
-        found = self._proven.get(_key(_local(tensor)))
+        found = self._proven.get(_key(local_tensor(tensor)))
         if found is not None:
             return found
-        sharded = _as_dtensor(tensor)
-        if sharded is not None:
-            return self._mesh_ranks(sharded)
+        if isinstance(tensor, DTensor):
+            return self._mesh_ranks(tensor)
         return tuple(range(len(sharing.world.nodes))) if self._is_named(path) else None
 
     def _is_named(self, path: str) -> bool:
@@ -94,20 +112,20 @@ class Replicas:
             if ranks is None or not _reduces_alike(part):
                 continue
             for name, parameter in part.module.named_parameters(remove_duplicate=False):
-                if name not in part.parameters_to_ignore and _local(parameter).numel():
-                    self._proven[_key(_local(parameter))] = ranks
+                if name not in part.parameters_to_ignore and local_tensor(parameter).numel():
+                    self._proven[_key(local_tensor(parameter))] = ranks
 
     def _prove_state(self, optimizer: torch.optim.Optimizer) -> None:
         """State of a parameter's shape follows from the parameter's history and its gradients, equal on all ranks."""
         if not _updates_alike(optimizer):
             return
         for parameter, state in optimizer.state.items():
-            ranks = self._proven.get(_key(_local(parameter))) if isinstance(parameter, torch.Tensor) else None
+            ranks = self._proven.get(_key(local_tensor(parameter))) if isinstance(parameter, torch.Tensor) else None
             if ranks is None or not isinstance(state, dict):
                 continue
             for value in state.values():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and _local(value).numel():
-                    self._proven.setdefault(_key(_local(value)), ranks)
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and local_tensor(value).numel():
+                    self._proven.setdefault(_key(local_tensor(value)), ranks)
 
     def _mesh_ranks(self, tensor: DTensor) -> Ranks | None:
         try:
@@ -155,18 +173,6 @@ def _updates_alike(optimizer: torch.optim.Optimizer) -> bool:
 def _is_gradient(path: str) -> bool:
     """Between accumulation steps gradients are not reduced yet."""
     return path == "grads" or path.startswith("grads.")
-
-
-def _as_dtensor(tensor: torch.Tensor) -> DTensor | None:
-    if isinstance(tensor, DTensor):
-        return tensor
-    inner = getattr(tensor, "data", None)
-    return inner if isinstance(inner, DTensor) else None
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    sharded = _as_dtensor(tensor)
-    return tensor if sharded is None else sharded._local_tensor
 
 
 def _key(part: torch.Tensor) -> tuple[int, int]:

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, ReplicaSet, TensorView, align
 from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.plan.replica_shares import ReplicaShares
-from keepstep.trainer.plan.stillness import Check, deal
-from keepstep.trainer.state.reader import local_part
+from keepstep.trainer.state.reader import local_part, local_tensor
+from keepstep.trainer.state.structure import Check, spread
 
 # A stretch of storage begins at such a multiple, so that every dtype in it stays aligned.
 SPAN_ALIGN = 16
@@ -161,40 +161,42 @@ _dtype: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype")
 _inner: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
-class Signature:
-    """What must stay the same for a cached layout and its sources to be valid: objects, addresses, geometry.
+class TensorAddresses:
+    """Addresses and geometry of the tensors of a layout: it and its sources are valid while they are unchanged.
 
-    Holds on to the tensors, and so to their storages: an address cannot be given to another tensor meanwhile.
+    Keeps the tensors alive, and so their storages: no other tensor can get one of their addresses.
     """
 
     def __init__(self, tensors: list[torch.Tensor], runs: list[list[torch.Tensor]]) -> None:
-        """`runs`: the same tensors, as they were found."""
+        """`runs`: the same tensors, as the reader returned them."""
         self._runs = runs
-        self._full = [_signature(_local(t)) for t in tensors]
-        self._shares = [_Addresses(dealt) for dealt in deal(tensors)]
+        self._geometry = [_address_and_geometry(local_tensor(tensor)) for tensor in tensors]
+        self._subsets = [_Addresses(subset) for subset in spread(tensors)]
 
-    def matches(self, runs: list[list[torch.Tensor]], share: int | None = None) -> bool:
-        """The same objects, at the same addresses, with the same shapes; or others over the same bytes.
+    def unchanged(self, runs: list[list[torch.Tensor]], subset: int | None = None) -> bool:
+        """Whether the objects, addresses and shapes are the same, or other objects show the same bytes.
 
-        With a share, only of that part of the same objects. Strides and dtypes of the same objects are not looked at.
+        With a subset, addresses and shapes of that one only. Of the same objects, strides and dtypes are not checked.
         """
         if len(runs) == len(self._runs) and all(map(_same_objects, runs, self._runs)):
-            shares = self._shares if share is None else [self._shares[share % len(self._shares)]]
-            return all(one.hold() for one in shares)
+            subsets = self._subsets if subset is None else [self._subsets[subset % len(self._subsets)]]
+            return all(addresses.unchanged() for addresses in subsets)
         tensors = [tensor for run in runs for tensor in run]
-        if len(tensors) != len(self._full) or [_signature(_local(t)) for t in tensors] != self._full:
+        if len(tensors) != len(self._geometry):
             return False
-        self._runs = runs  # recognised at a glance the next time
-        self._shares = [_Addresses(dealt) for dealt in deal(tensors)]
+        if [_address_and_geometry(local_tensor(tensor)) for tensor in tensors] != self._geometry:
+            return False
+        self._runs = runs  # the same objects the next time
+        self._subsets = [_Addresses(subset) for subset in spread(tensors)]
         return True
 
     def checks(self) -> list[Check]:
-        """All addresses, piece by piece."""
-        return [one.hold for one in self._shares]
+        """All addresses and shapes, in short calls."""
+        return [addresses.unchanged for addresses in self._subsets]
 
-    def close_checks(self) -> list[Check]:
-        """Whether bytes that are where they were also mean what they meant."""
-        return [one.mean_the_same for one in self._shares]
+    def geometry_checks(self) -> list[Check]:
+        """Strides, dtypes and flags of all tensors, in short calls."""
+        return [addresses.same_geometry for addresses in self._subsets]
 
 
 def _same_objects(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
@@ -202,36 +204,33 @@ def _same_objects(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
 
 
 class _Addresses:
-    """Where some tensors lie, and how. Through `map`, because it is looked at in every `take`."""
+    """Addresses and geometry of a subset. Read through `map`, because every `take` reads some."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._locals = [_local(t) for t in tensors]
-        self._complex = [t for t in self._locals if t.is_complex()]
-        self._outer = [t for t in tensors if type(t) is DTensor]
-        self._inner = [t._local_tensor for t in self._outer]
-        self._places, self._geometry = self._look(), self._look_closely()
+        self._locals = list(map(local_tensor, tensors))
+        self._complex = [tensor for tensor in self._locals if tensor.is_complex()]
+        self._outer = [tensor for tensor in tensors if type(tensor) is DTensor]
+        self._inner = [tensor._local_tensor for tensor in self._outer]
+        self._addresses, self._geometry = self._read_addresses(), self._read_geometry()
 
-    def hold(self) -> bool:
-        return all(map(operator.is_, map(_inner, self._outer), self._inner)) and self._look() == self._places
+    def unchanged(self) -> bool:
+        same_inner = all(map(operator.is_, map(_inner, self._outer), self._inner))
+        return same_inner and self._read_addresses() == self._addresses
 
-    def mean_the_same(self) -> bool:
-        return self._look_closely() == self._geometry
+    def same_geometry(self) -> bool:
+        return self._read_geometry() == self._geometry
 
-    def _look(self) -> tuple[list[Any], ...]:
+    def _read_addresses(self) -> tuple[list[Any], ...]:
         return list(map(torch.Tensor.data_ptr, self._locals)), list(map(_shape, self._locals))
 
-    def _look_closely(self) -> tuple[list[Any], ...]:
-        """The same bytes in another order, or with another meaning."""
-        found = self._locals
-        flags = [*map(torch.Tensor.is_conj, self._complex), *map(torch.Tensor.is_neg, found)]
-        return list(map(torch.Tensor.stride, found)), list(map(_dtype, found)), flags
+    def _read_geometry(self) -> tuple[list[Any], ...]:
+        """What can change at the same address: the order of the bytes, and their meaning."""
+        tensors = self._locals
+        flags = [*map(torch.Tensor.is_conj, self._complex), *map(torch.Tensor.is_neg, tensors)]
+        return list(map(torch.Tensor.stride, tensors)), list(map(_dtype, tensors)), flags
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if type(tensor) is DTensor else tensor
-
-
-def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _address_and_geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     try:
         place = tensor.data_ptr(), tensor.stride()
     except RuntimeError:  # no plain bytes: refused by path when the layout is made

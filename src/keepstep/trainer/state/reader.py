@@ -105,8 +105,7 @@ class StateReading:
     """what is to be encoded besides the parts: nothing in it changes any more"""
     found: TensorRuns
     parts: dict[str, tuple[int, Parts]]
-    relied_on: list[structure.StateStructure]
-    """what was recognised as unchanged, perhaps by a share of it"""
+    relied_on: list[structure.StateStructure]  # recognised as unchanged, perhaps by a subset
     rng: GlobalState | None
     encoder: GlobalEncoder
     grads: tuple[int, Parts] | None = None
@@ -151,10 +150,10 @@ class StateReader:
     _known: dict[str, structure.StateStructure] = field(default_factory=dict)
     _encoder: GlobalEncoder = field(default_factory=GlobalEncoder)
 
-    def read(self, share: int | None = None) -> StateReading:
-        """With a share, only that is looked at of what was seen before (`stillness`)."""
+    def read(self, subset: int | None = None) -> StateReading:
+        """With a subset, only that one is checked of objects that were read before (`plan_cache`)."""
         tensors = TensorRuns()
-        parts = {item.path: (len(tensors), self._read(item, tensors, share)) for item in self.items.all}
+        parts = {item.path: (len(tensors), self._read(item, tensors, subset)) for item in self.items.all}
         tree: dict[str, Any] = {}
         grads: tuple[int, Parts] | None = None
         if self.grads:
@@ -168,16 +167,16 @@ class StateReader:
         rng = GlobalState.now() if self.rng else None
         return StateReading(tree, tensors, parts, list(self._known.values()), rng, self._encoder, grads)
 
-    def _read(self, item: StateObject, tensors: TensorRuns, share: int | None) -> Parts:
+    def _read(self, item: StateObject, tensors: TensorRuns, subset: int | None) -> Parts:
         try:
-            return self._parts(item, tensors, share)
+            return self._parts(item, tensors, subset)
         except RecursionError:
             raise CaptureError(
                 f"{item.path} contains itself, or is nested hundreds of levels deep",
                 hint="store an index or a name in place of the reference",
             ) from None
 
-    def _parts(self, item: StateObject, tensors: TensorRuns, share: int | None) -> Parts:
+    def _parts(self, item: StateObject, tensors: TensorRuns, subset: int | None) -> Parts:
         first = len(tensors)
         if item.kind == LOADER and is_untouched(item.thing):
             return {WHOLE: _encode(None, item.path)}
@@ -187,7 +186,7 @@ class StateReader:
             return {WHOLE: _encode(_walk(item.thing, tensors, first), item.path)}
         if item.kind in (MODULE, OPTIMIZER):
             known = self._known.get(item.path)
-            if known is not None and known.holds(share):
+            if known is not None and known.unchanged(subset):
                 tensors.add_run(known.tensors)
                 if item.kind == MODULE:
                     return {WHOLE: known.encoded}
@@ -313,11 +312,14 @@ def _references(path: str, value: Any) -> Iterator[tuple[str, int]]:
             yield from _references(f"{path}.{index}", item)
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def local_part(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """The bytes that this rank holds of a tensor; refuses subclasses whose bytes are elsewhere."""
-    part = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
-    if isinstance(part, DTensor):
-        part = part._local_tensor
+    """The part of a tensor that this rank holds, detached; refuses tensors without plain bytes."""
+    part = local_tensor(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor)
     if type(part) not in _PLAIN_TENSORS:
         raise CaptureError(
             f"{path} is a {type(part).__module__}.{type(part).__qualname__}, a tensor subclass keepstep does not know",

@@ -1,26 +1,32 @@
-"""Recognising a module or an optimizer as unchanged, without asking it for its state.
+"""Structural fingerprint of a module or an optimizer: recognises it as unchanged without calling `state_dict()`.
 
-A skeleton remembers every place where a tensor (or a submodule) hangs. While each place still holds
-the same object, and no place was added or removed, `state_dict()` would give the same structure with
-the same tensors. It is made only for objects whose `state_dict()` is torch's own, without hooks; all
-others are asked every time. Places are dealt into shares (`stillness`).
+It records every place (attribute or dict entry) that holds a tensor or a submodule. While each place holds the same
+object, and no place was added or removed, `state_dict()` would return the same structure with the same tensors. Made
+only for objects whose `state_dict()` is torch's own, without hooks; all others are read again every time.
+
+Places are spread over subsets, so that `take` can check one of them (`plan_cache` has the rule).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from keepstep.trainer.plan.stillness import Check, deal
+T = TypeVar("T")
+Check = Callable[[], bool]
+
+MAX_SUBSETS = 32
+MIN_SUBSET_ITEMS = 8  # Fewer are not worth a subset of their own.
 
 _values: Callable[[dict[Any, Any]], Iterable[Any]] = operator.methodcaller("values")
 _attributes: Callable[[torch.nn.Module], tuple[dict[Any, Any], ...]] = operator.attrgetter("_parameters", "_buffers")
-# Whoever has one of these of its own gives another state than its class does.
+# An instance with one of these of its own has another state than its class.
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
@@ -28,16 +34,13 @@ _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 class StructurePart:
     """One module, or the state of one parameter."""
 
-    containers: tuple[dict[Any, Any], ...]
-    """where tensors and submodules hang"""
-    rules: tuple[Any, ...] = ()
-    """hooks and the like that change what a state is: as many as before"""
-    module: torch.nn.Module | None = None
-    """whose containers these are"""
+    containers: tuple[dict[Any, Any], ...]  # dicts that hold tensors and submodules
+    rules: tuple[Any, ...] = ()  # hooks and the like that change the state: compared by their number
+    module: torch.nn.Module | None = None  # the owner of the containers
 
 
 class StructureParts:
-    """Some parts, and what they held."""
+    """Some parts, and the objects that they held."""
 
     def __init__(self, parts: list[StructurePart]) -> None:
         self._containers = [container for part in parts for container in part.containers]
@@ -48,13 +51,13 @@ class StructureParts:
         self._hidden = [part._non_persistent_buffers_set for part in self._modules if part._non_persistent_buffers_set]
         self._hidden_names = [set(names) for names in self._hidden]
         self._lengths = self._measure()
-        # What is empty shows by its length when it is not any more.
+        # A change of an empty one shows in its length.
         self._full = [container for container in self._containers if container]
         self._keys = list(chain.from_iterable(self._full))
         self._things = list(chain.from_iterable(map(_values, self._full)))
 
-    def hold(self) -> bool:
-        """Whether everything is still where it was. By calls that run outside the interpreter: it is long."""
+    def unchanged(self) -> bool:
+        """Whether every place holds the same object. In few long calls of C: there are thousands of places."""
         return (
             self._measure() == self._lengths
             and self._same_modules()
@@ -79,44 +82,41 @@ class StructureParts:
 class StateStructure:
     """The places of one object, the tensors in the order of its state, and that state's encoded structure."""
 
-    top: list[StructurePart]
-    """how the object is put together"""
-    parts: list[StructurePart]
-    """where its tensors hang"""
+    top: list[StructurePart]  # places that hold other parts
+    parts: list[StructurePart]  # places that hold tensors
     tensors: list[torch.Tensor]
     encoded: bytes
     optimizer: torch.optim.Optimizer | None = None
-    indices: list[list[int]] | None = None
-    """per parameter group, what `state_dict()` writes for its parameters"""
-    parameters: list[list[int]] | None = None
-    """per parameter group, who they are: the indices are counted in this order"""
+    indices: list[list[int]] | None = None  # per parameter group, what `state_dict()` writes for its parameters
+    parameters: list[list[int]] | None = None  # per parameter group, their identities: indices count in this order
 
     def __post_init__(self) -> None:
-        self._shares = [StructureParts(parts) for parts in deal(self.parts)]
-        # What holds others is always looked at in full: of a model that was made anew the old modules did not change.
-        self._joints = StructureParts([part for part in self.top if any(part.containers)])
-        self._tips = [StructureParts(parts) for parts in deal([part for part in self.top if not any(part.containers)])]
+        self._subsets = [StructureParts(parts) for parts in spread(self.parts)]
+        # Parents are always checked in full: when a model is built again, its old modules stay unchanged.
+        self._parents = StructureParts([part for part in self.top if any(part.containers)])
+        leaves = [part for part in self.top if not any(part.containers)]
+        self._leaves = [StructureParts(parts) for parts in spread(leaves)]
         self._state = self.optimizer.state if self.optimizer is not None else None
 
-    def holds(self, share: int | None = None) -> bool:
-        """Whether everything is still where it was; with a share, whether that is."""
-        if share is None:
-            return all(places.hold() for places in self._shares) and self._same_top()
-        some = (self._shares[share % len(self._shares)], self._tips[share % len(self._tips)])
-        return self._same_state() and self._joints.hold() and all(places.hold() for places in some)
+    def unchanged(self, subset: int | None = None) -> bool:
+        """Whether every place holds the same object; with a subset, every place of that one and all parents."""
+        if subset is None:
+            return all(places.unchanged() for places in self._subsets) and self._same_top()
+        chosen = (self._subsets[subset % len(self._subsets)], self._leaves[subset % len(self._leaves)])
+        return self._same_state() and self._parents.unchanged() and all(places.unchanged() for places in chosen)
 
     def checks(self) -> list[Check]:
-        """All of `holds`, piece by piece."""
-        return [*(places.hold for places in self._shares), self._same_top]
+        """All of `unchanged`, in short calls."""
+        return [*(places.unchanged for places in self._subsets), self._same_top]
 
     def _same_top(self) -> bool:
         """The same submodules; or the same parameters in the same groups, each with the same dict of its own."""
-        if not (self._same_state() and self._joints.hold() and all(places.hold() for places in self._tips)):
+        if not (self._same_state() and self._parents.unchanged() and all(map(StructureParts.unchanged, self._leaves))):
             return False
         return self.optimizer is None or _identities(self.optimizer) == self.parameters
 
     def _same_state(self) -> bool:
-        """`optimizer.load_state_dict` puts another dict there, and leaves the old one as it was."""
+        """`optimizer.load_state_dict` replaces the dict, and leaves the old one unchanged."""
         own = self.optimizer
         return own is None or (own.state is self._state and "state_dict" not in vars(own))
 
@@ -128,6 +128,14 @@ class StateStructure:
             {**{key: value for key, value in group.items() if key != "params"}, "params": indices}
             for group, indices in zip(self.optimizer.param_groups, self.indices, strict=True)
         ]
+
+
+def spread(items: Sequence[T]) -> list[list[T]]:
+    """Spread items over subsets. Shuffled, because models repeat themselves: each subset has items of every kind."""
+    items = list(items)
+    random.Random(len(items)).shuffle(items)
+    count = max(1, min(MAX_SUBSETS, len(items) // MIN_SUBSET_ITEMS))
+    return [items[number::count] for number in range(count)]
 
 
 def of_module(module: torch.nn.Module, state: Any, encoded: bytes) -> StateStructure | None:

@@ -28,7 +28,7 @@ class InFlight:
         nobody: Any = None
         owned = torch.nn.Parameter(torch.zeros(3000))
         self.fence = OptimizerFence([("optimizer", torch.optim.SGD([owned]))])
-        self.capture = Capture(nobody, TakeConfig(), self.fence, nobody)
+        self.capture = Capture(nobody, TakeConfig(), self.fence, nobody, nobody)
         self.source = owned.detach().view(torch.uint8)
         unit = CopyOp(self.source, 0, self.source.numel(), "weight", frozenset({0}), nobody)
         self.checks = SnapshotChecks(None, [DeviceFingerprints([unit], random.Random(0), whole=True)])

@@ -1,115 +1,157 @@
-"""What is looked at inside `take`, what behind it, and what becomes of a snapshot whose tensors had moved."""
+"""When `take` checks the whole state and when a subset, and what becomes of a snapshot whose tensors had moved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from keepstep.trainer.plan.stillness import LOOKS, MAX_BREACHES, MAX_SHARES, MOVED, SpotCheck, Stillness, deal
-from keepstep.trainer.plan.tensor_blocks import Signature
+from keepstep.trainer.plan.plan_cache import MAX_MISSED, MOVED, SETTLED_AFTER, CachedPlan, PlanCache
+from keepstep.trainer.plan.replication import ReplicaProver
+from keepstep.trainer.plan.tensor_blocks import TensorAddresses
 from keepstep.trainer.state.objects import StateObjects
+from keepstep.trainer.state.optimizer_fence import OptimizerFence
 from keepstep.trainer.state.reader import StateReader
+from keepstep.trainer.state.structure import MAX_SUBSETS, spread
 
 
-def moved() -> bool:
-    return False
+class Cached:
+    """A small state, and the cache of its plans."""
+
+    def __init__(self, *, unstable: bool = False) -> None:
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(200)))
+        objects = StateObjects({"model": self.model})
+        self.fence = OptimizerFence([])
+        reader = StateReader(objects, rng=False, grads=False)
+        self.plans = PlanCache(reader, self.fence, ReplicaProver(objects, None), small_bytes=0, unstable=unstable)
+        self.plans.prepare()
+
+    def move_one(self) -> None:
+        """So little that a spot check may miss it."""
+        parameter = next(self.model.parameters())
+        parameter.data = parameter.data.clone()
+
+    def transpose_one(self) -> None:
+        parameter = next(self.model.parameters())
+        parameter.data = parameter.data.t()
+
+    def lookup_that_misses(self, change: Callable[[], None]) -> CachedPlan:
+        """A spot check just before a change has not seen it."""
+        cached = self.plans.lookup(0)
+        assert cached.subset is not None
+        change()
+        return cached
+
+    def check_in_full(self, times: int = SETTLED_AFTER) -> None:
+        for _ in range(times):
+            cached = self.plans.lookup(0)
+            assert cached.subset is None
+            assert self.plans.validate(cached) == ""
 
 
-def still() -> bool:
-    return True
+@pytest.fixture
+def state() -> Iterator[Cached]:
+    cached = Cached()
+    yield cached
+    cached.fence.close()
 
 
-def trusted() -> Stillness:
-    stillness = Stillness()
-    look_in_full(stillness)
-    assert stillness.glance().share is not None
-    return stillness
-
-
-def look_in_full(stillness: Stillness, times: int = LOOKS) -> None:
-    for _ in range(times):
-        glance = stillness.glance()
-        assert glance.share is None
-        assert stillness.look([still], glance) == ""
+@pytest.fixture
+def settled(state: Cached) -> Cached:
+    state.check_in_full()
+    assert state.plans.lookup(0).subset is not None
+    return state
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 100, 1172, 40_000])
-def test_every_item_is_in_one_share(count: int) -> None:
-    shares = deal(range(count))
-    assert sorted(item for share in shares for item in share) == list(range(count))
-    assert 1 <= len(shares) <= MAX_SHARES
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+def test_every_item_is_in_one_subset(count: int) -> None:
+    subsets = spread(range(count))
+    assert sorted(item for subset in subsets for item in subset) == list(range(count))
+    assert 1 <= len(subsets) <= MAX_SUBSETS
+    assert max(map(len, subsets)) - min(map(len, subsets)) <= 1
 
 
-def test_a_share_sees_something_of_every_kind_of_a_model_that_repeats_itself() -> None:
+def test_a_subset_has_items_of_every_kind_of_a_model_that_repeats_itself() -> None:
     kinds = [number % 16 for number in range(16 * 64)]
-    for share in deal(list(enumerate(kinds))):
-        assert len({kind for _, kind in share}) >= 12
+    for subset in spread(list(enumerate(kinds))):
+        assert len({kind for _, kind in subset}) >= 12
 
 
-def test_shares_come_round() -> None:
-    stillness = trusted()
-    turns = []
-    for _ in range(2 * MAX_SHARES):
-        share = stillness.glance().share
-        assert share is not None
-        turns.append(share % MAX_SHARES)
-    assert set(turns) == set(range(MAX_SHARES))
+def test_every_subset_is_checked_in_time(settled: Cached) -> None:
+    assert {settled.plans.lookup(0).subset for _ in range(40 * MAX_SUBSETS)} == set(range(MAX_SUBSETS))
 
 
-def test_what_has_moved_unnoticed_voids_the_snapshot_and_trust_is_earned_again() -> None:
-    stillness = trusted()
-    assert stillness.look([still, moved], stillness.glance()) == MOVED
-    look_in_full(stillness)
-    assert stillness.glance().share is not None
+def test_the_plan_stays_while_nothing_moves_and_is_made_again_after_a_change(settled: Cached) -> None:
+    plan = settled.plans.lookup(0).plan
+    assert settled.plans.lookup(1).plan is plan
+    for parameter in settled.model.parameters():
+        parameter.data = parameter.data.clone()
+    moved = settled.plans.lookup(2)
+    assert moved.subset is None
+    assert moved.plan is not plan
 
 
-def test_trust_that_is_broken_again_and_again_is_not_given_any_more() -> None:
-    stillness = Stillness()
-    for _ in range(MAX_BREACHES):
-        look_in_full(stillness)
-        assert stillness.look([moved], stillness.glance()) == MOVED
-    look_in_full(stillness, 3 * LOOKS)
+def test_a_change_that_take_missed_voids_the_snapshot_and_full_checks_begin_again(settled: Cached) -> None:
+    missed = settled.lookup_that_misses(settled.move_one)
+    assert settled.plans.validate(missed) == MOVED
+    settled.check_in_full()
+    assert settled.plans.lookup(0).plan is not missed.plan
+    assert settled.plans.lookup(0).subset is not None
 
 
-def test_a_state_that_moves_while_training_goes_on_is_looked_at_in_full_and_nothing_is_void() -> None:
-    stillness = Stillness()
-    assert stillness.look([moved], stillness.glance()) == ""
-    look_in_full(stillness, 3 * LOOKS)
+def test_a_state_whose_changes_are_missed_again_and_again_is_never_spot_checked_any_more(state: Cached) -> None:
+    for _ in range(MAX_MISSED):
+        state.check_in_full()
+        assert state.plans.validate(state.lookup_that_misses(state.move_one)) == MOVED
+    state.check_in_full(3 * SETTLED_AFTER)
 
 
-@pytest.mark.parametrize("restless_by", ["a third breach", "a full look"])
-def test_a_share_that_was_looked_at_before_the_state_was_found_restless_is_still_checked(restless_by: str) -> None:
-    """Two are in flight: the look behind the first one says that this state is never trusted again."""
-    stillness = trusted()
-    second = stillness.glance()
-    if restless_by == "a full look":
-        stillness.look([moved], SpotCheck(None, second.era))
-    else:
-        for _ in range(MAX_BREACHES):
-            stillness.look([moved], SpotCheck(1, second.era))
-    assert stillness.glance().share is None
-    assert stillness.look([moved], second) == MOVED
+def test_a_state_that_moves_after_a_full_check_is_checked_in_full_and_nothing_is_void(state: Cached) -> None:
+    cached = state.plans.lookup(0)
+    state.move_one()
+    assert state.plans.validate(cached) == ""
+    state.check_in_full(3 * SETTLED_AFTER)
 
 
-def test_what_nothing_that_trains_changes_is_looked_at_behind_though_the_state_is_restless() -> None:
-    stillness = Stillness(restless=True)
-    assert stillness.look([moved], stillness.glance(), [still]) == ""
-    assert stillness.look([still], stillness.glance(), [still, moved]) == MOVED
+@pytest.mark.parametrize("found_by", ["missed changes", "a full check"])
+def test_a_spot_check_before_the_state_was_found_unstable_is_still_validated(state: Cached, found_by: str) -> None:
+    """Two snapshots are in flight: the validation of the first one finds the state unstable."""
+    earlier = state.plans.lookup(0)
+    state.check_in_full()
+    for _ in range(MAX_MISSED if found_by == "missed changes" else 1):
+        later = state.lookup_that_misses(state.move_one)
+        if found_by == "missed changes":
+            assert state.plans.validate(later) == MOVED
+            if not state.plans.unstable:
+                state.check_in_full()
+        else:
+            assert state.plans.validate(earlier) == ""
+    assert state.plans.unstable
+    assert state.plans.validate(later) == MOVED
 
 
-def test_a_look_behind_an_older_layout_earns_no_trust_for_the_new_one() -> None:
-    stillness = Stillness()
-    older = stillness.glance()
-    stillness.start_again()
-    for _ in range(2 * LOOKS):
-        stillness.look([still], older)
-    assert stillness.glance().share is None
+def test_another_meaning_of_the_same_bytes_is_found_though_the_state_is_unstable() -> None:
+    state = Cached(unstable=True)
+    moved = state.plans.lookup(0)
+    state.move_one()
+    assert state.plans.validate(moved) == ""
+    cached = state.plans.lookup(0)
+    state.transpose_one()
+    assert state.plans.validate(cached) == MOVED
+    state.fence.close()
 
 
-# What is looked at
+def test_validations_of_an_older_layout_do_not_count_for_the_new_one(state: Cached) -> None:
+    older = state.plans.lookup(0)
+    state.plans.outdate()
+    assert state.plans.lookup(0).plan is not older.plan
+    for _ in range(2 * SETTLED_AFTER):
+        assert state.plans.validate(older) == ""
+    assert state.plans.lookup(0).subset is None
+
+
+# What is checked
 
 
 class Model(torch.nn.Module):
@@ -133,13 +175,13 @@ class State:
             StateObjects({"model": self.model, "optimizer": self.optimizer}), rng=False, grads=False
         )
         reading = self.reader.read()
-        self.signature = Signature(reading.tensors, reading.found.runs)
+        self.addresses = TensorAddresses(reading.tensors, reading.found.runs)
         reading = self.reader.read()  # the first one was of what state_dict() gave, which are other objects
-        assert self.signature.matches(reading.found.runs)
+        assert self.addresses.unchanged(reading.found.runs)
         self.checks = [
-            *self.signature.checks(),
-            *self.signature.close_checks(),
-            *(check for one in reading.relied_on for check in one.checks()),
+            *self.addresses.checks(),
+            *self.addresses.geometry_checks(),
+            *(check for structure in reading.relied_on for check in structure.checks()),
         ]
 
     @property
@@ -148,12 +190,12 @@ class State:
         assert isinstance(layer, torch.nn.Linear)
         return layer.weight
 
-    def seen_behind(self) -> bool:
+    def fails_validation(self) -> bool:
         return not all(check() for check in self.checks)
 
-    def seen_in_full(self) -> bool:
+    def fails_full_check(self) -> bool:
         reading = self.reader.read()
-        return not self.signature.matches(reading.found.runs)
+        return not self.addresses.unchanged(reading.found.runs)
 
 
 def move_data(state: State) -> None:
@@ -251,26 +293,26 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_any_change_in_any_place_is_seen_behind(change: Callable[[State], None]) -> None:
+def test_validation_finds_any_change_in_any_place(change: Callable[[State], None]) -> None:
     state = State()
-    assert not state.seen_behind()
-    assert not state.seen_in_full()
+    assert not state.fails_validation()
+    assert not state.fails_full_check()
     change(state)
-    assert state.seen_behind()
+    assert state.fails_validation()
 
 
-@pytest.mark.parametrize("share", range(MAX_SHARES))
-def test_what_moves_every_parameter_is_seen_inside_take_by_any_share(share: int) -> None:
+@pytest.mark.parametrize("subset", range(MAX_SUBSETS))
+def test_a_move_of_every_parameter_shows_in_every_subset(subset: int) -> None:
     state = State()
-    assert state.signature.matches(state.reader.read(share).found.runs, share)
+    assert state.addresses.unchanged(state.reader.read(subset).found.runs, subset)
     for parameter in state.model.parameters():
         parameter.data = parameter.data.clone()
-    assert not state.signature.matches(state.reader.read(share).found.runs, share)
+    assert not state.addresses.unchanged(state.reader.read(subset).found.runs, subset)
 
 
-@pytest.mark.parametrize("share", range(MAX_SHARES))
-def test_a_model_that_is_made_anew_is_seen_inside_take_by_any_share(share: int) -> None:
+@pytest.mark.parametrize("subset", range(MAX_SUBSETS))
+def test_a_model_that_is_built_again_shows_in_every_subset(subset: int) -> None:
     state = State()
     for index in range(40):
         state.model.layers[index] = torch.nn.Linear(3, 3)
-    assert not state.signature.matches(state.reader.read(share).found.runs, share)
+    assert not state.addresses.unchanged(state.reader.read(subset).found.runs, subset)
