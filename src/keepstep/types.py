@@ -165,3 +165,7 @@ class Status(msgspec.Struct, frozen=True):
     exchange_bytes_s: float = 0.0
     min_node_period_s: float | None = None
     """seconds of this node's last exchange: versions cannot be protected more often"""
+    slots: int = 0
+    """snapshots that the memory of each rank holds; 0 before it is there"""
+    slots_reason: str = ""
+    """why so many: the setting, or what `auto` found"""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from keepstep import config as configs
-from keepstep.arena.memory_limits import arena_slots
+from keepstep.arena.memory_limits import AUTO, requested_slots
 from keepstep.config import (
     ArenaConfig,
     Config,
@@ -342,10 +342,10 @@ def test_number_of_settings_stays_small() -> None:
 
 
 def test_slots_are_a_number_or_decided_by_keepstep(tmp_path: Path) -> None:
-    assert arena_slots(resolved(at=tmp_path).arena) == 2
-    assert arena_slots(resolved(Config(arena=ArenaConfig(slots=4)), at=tmp_path).arena) == 4
-    assert arena_slots(resolved(environ={"KEEPSTEP_ARENA_SLOTS": "3"}, at=tmp_path).arena) == 3
-    assert arena_slots(resolved(environ={"KEEPSTEP_ARENA_SLOTS": "auto"}, at=tmp_path).arena) == 2
+    assert requested_slots(resolved(at=tmp_path).arena) == AUTO
+    assert requested_slots(resolved(Config(arena=ArenaConfig(slots=4)), at=tmp_path).arena) == 4
+    assert requested_slots(resolved(environ={"KEEPSTEP_ARENA_SLOTS": "3"}, at=tmp_path).arena) == 3
+    assert requested_slots(resolved(environ={"KEEPSTEP_ARENA_SLOTS": "auto"}, at=tmp_path).arena) == AUTO
 
 
 @pytest.mark.parametrize("content", [b"every = = 2", b"\xff\xfe", b"every = 2\nevery = 3\n"])

@@ -15,7 +15,12 @@ from keepstep.errors import KeeperError
 
 RESERVE_BYTES = 64 << 20  # for the rest of the job: page tables, sockets, the keeper itself
 UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for no limit
-AUTO_SLOTS = 2  # one complete version, and one that is written
+AUTO = 0  # requested number of slots: the keeper chooses
+FEW_SLOTS = 2  # One complete version, and one that is written.
+MORE_SLOTS = 3  # The next snapshot begins while the last one is sealed or protected.
+# Three are chosen where four would fit: the rest is for parity (at most two slots where two nodes mirror each other)
+# and for what the job itself still allocates.
+ROOM_SLOTS = 4
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,28 @@ def measure(root: Path = Path("/")) -> MemoryLimits:
     return MemoryLimits(_mem_available(root), limit, used)
 
 
-def arena_slots(config: ArenaConfig) -> int:
-    """How many snapshots an arena holds: `arena.slots`, with `auto` decided."""
-    return AUTO_SLOTS if config.slots == "auto" else config.slots
+@dataclass(frozen=True)
+class SlotChoice:
+    """How many slots `arena.slots = auto` means on this node, and why."""
+
+    slots: int
+    reason: str
+
+
+def requested_slots(config: ArenaConfig) -> int:
+    """Slots that a rank asks for: `arena.slots`, or AUTO."""
+    return AUTO if config.slots == "auto" else config.slots
+
+
+def choose_slots(slot_bytes: int, num_ranks: int, limits: MemoryLimits, memory_limit_bytes: int = 0) -> SlotChoice:
+    """Choose the slots of every rank of a node, from what one rank needs for a slot."""
+    free, need = max(0, limits.free_bytes - RESERVE_BYTES), ROOM_SLOTS * slot_bytes * num_ranks
+    if memory_limit_bytes and MORE_SLOTS * slot_bytes > memory_limit_bytes:
+        limit = f"arena.memory_limit_bytes {gib(memory_limit_bytes)}"
+        return SlotChoice(FEW_SLOTS, f"three slots of {gib(slot_bytes)} exceed {limit}")
+    ranks = f" for {num_ranks} ranks" if num_ranks > 1 else ""
+    room = f"four slots of {gib(slot_bytes)}{ranks} need {gib(need)} and {gib(free)} are free"
+    return SlotChoice(MORE_SLOTS if need <= free else FEW_SLOTS, room)
 
 
 def check(need_bytes: int, what: str, *, room: MemoryLimits, memory_limit_bytes: int = 0) -> None:

@@ -539,6 +539,7 @@ class Keeper:
             started=self.started,
             holders=holders,
             network=self.network,
+            chosen=self.allocator.chosen,
         )
 
     def _status_from_outside(self) -> Status:

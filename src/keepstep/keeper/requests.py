@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from keepstep.arena.slots import Arena
+from keepstep.arena.memory_limits import AUTO
+from keepstep.arena.slots import MAX_SLOTS, Arena
 from keepstep.control.framing import MAX_FDS, FrameError
 from keepstep.control.messages import (
     PROTOCOL,
@@ -124,7 +125,8 @@ def _launcher(keeper: Keeper, connection: Connection, hello: LauncherHello, fds:
 
 def _arena_wanted(keeper: Keeper, connection: Connection, wanted: WantArena, fds: list[int]) -> None:
     need = wanted.need
-    if min(need.layout_bytes, need.values_bytes, need.payload_bytes) < 0 or not 2 <= wanted.slots <= 4:
+    asks_for_slots = wanted.slots == AUTO or 2 <= wanted.slots <= MAX_SLOTS
+    if min(need.layout_bytes, need.values_bytes, need.payload_bytes) < 0 or not asks_for_slots:
         raise FrameError("an arena of that shape makes no sense")
     _from_trainer(keeper, connection, wanted, fds)
 

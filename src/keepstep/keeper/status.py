@@ -17,7 +17,9 @@ from typing import Any
 import msgspec
 
 from keepstep._version import VERSION
+from keepstep.arena.memory_limits import AUTO, SlotChoice
 from keepstep.identity import Identity
+from keepstep.keeper.node import arenas
 from keepstep.keeper.node.core import Core
 from keepstep.keeper.node.state import FENCING, RESTORING, SEALED, SERVING, ArenaState, RegisteredTrainer, Slot
 from keepstep.keeper.transfer.network import KeeperNetwork
@@ -30,7 +32,14 @@ END_S = 0.1
 
 
 def status_of(
-    core: Core, identity: Identity, *, instance: str, started: float, holders: int, network: KeeperNetwork | None = None
+    core: Core,
+    identity: Identity,
+    *,
+    instance: str,
+    started: float,
+    holders: int,
+    network: KeeperNetwork | None = None,
+    chosen: SlotChoice | None = None,
 ) -> Status:
     """The status contract, from what the core knows at this moment."""
     kept = core.orders.active
@@ -64,7 +73,17 @@ def status_of(
         parity_bytes=network.parity_bytes if network is not None else 0,
         exchange_bytes_s=network.peers.counters().get("rate_in_bytes_s", 0.0) if network is not None else 0.0,
         min_node_period_s=core.protection.exchange_s,
+        slots=arenas.slots_per_rank(core) if core.arenas.by_id else 0, slots_reason=_slots_reason(core, chosen),
     )  # fmt: skip
+
+
+def _slots_reason(core: Core, chosen: SlotChoice | None) -> str:
+    registers = [trainer.register for trainer in core.trainers.registered.values()]
+    if not registers or not core.arenas.by_id:
+        return ""
+    if registers[0].slots != AUTO:
+        return "arena.slots"
+    return f"auto: {chosen.reason}" if chosen is not None else "auto: chosen by the keeper before this one"
 
 
 def _state(core: Core) -> str:

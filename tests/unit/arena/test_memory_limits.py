@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.arena.memory_limits import RESERVE_BYTES, MemoryLimits, check, gib, measure
+from keepstep.arena.memory_limits import (
+    RESERVE_BYTES,
+    ROOM_SLOTS,
+    MemoryLimits,
+    check,
+    choose_slots,
+    gib,
+    measure,
+)
 from keepstep.errors import KeeperError
 
 GIB = 1 << 30
@@ -162,3 +170,36 @@ def test_error_of_a_full_cgroup_offers_nothing_rather_than_less() -> None:
 
 def test_sizes_are_written_in_the_unit_that_a_person_expects() -> None:
     assert (gib(5 * GIB // 2), gib(GIB - 1), gib(3 << 19)) == ("2.50 GiB", "1024.0 MiB", "1.5 MiB")
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("available", "slot", "ranks", "limit", "slots"),
+    [
+        (100, 20, 1, 0, 3),
+        (60, 20, 1, 0, 2),
+        (100, 20, 2, 0, 2),
+        (1000, 20, 8, 0, 3),
+        (1000, 20, 1, 59, 2),
+        (1000, 20, 1, 60, 3),
+        (10, 20, 1, 0, 2),
+    ],
+)
+def test_auto_chooses_three_slots_where_four_would_fit(
+    available: int, slot: int, ranks: int, limit: int, slots: int
+) -> None:
+    limits = MemoryLimits(available * GIB, None, 0)
+    choice = choose_slots(slot * GIB, ranks, limits, limit * GIB)
+    assert choice.slots == slots
+    assert "GiB" in choice.reason
+
+
+def test_the_last_rank_of_a_node_chooses_what_the_first_chose() -> None:
+    """Each rank's memory is gone when the next one asks; the choice for all of them must stand."""
+    slot, ranks = 10 * GIB, 8
+    free = ROOM_SLOTS * slot * ranks + RESERVE_BYTES
+    for created in range(ranks):
+        limits = MemoryLimits(free - 3 * slot * created, None, 0)
+        assert choose_slots(slot, ranks if created == 0 else 1, limits).slots == 3

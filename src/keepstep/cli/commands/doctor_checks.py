@@ -150,6 +150,16 @@ def check_runtime_dir(config: Config) -> list[Finding]:
 # Memory
 
 
+def _slots_of(config: Config, usable_bytes: int) -> str:
+    if config.arena.slots != "auto":
+        return f"a rank needs its state times {config.arena.slots} slots"
+    largest = format_bytes(max(0, usable_bytes) // memory_limits.ROOM_SLOTS)
+    return (
+        f"arena.slots is auto: three slots while the state of this node's ranks is at most {largest}, else two. "
+        "A snapshot at every step needs arena.slots=4 where the copy takes as long as the step"
+    )
+
+
 def check_memory(config: Config) -> list[Finding]:
     limits = memory_limits.measure()
     cgroup = "no cgroup limit"
@@ -160,8 +170,7 @@ def check_memory(config: Config) -> list[Finding]:
     text = f"{format_bytes(max(0, usable))} are free (MemAvailable {format_bytes(limits.available_bytes)}, {cgroup})"
     if usable <= 0:
         return [Finding("memory", PROBLEM, text, "raise the limit, or end processes that use the memory")]
-    num_slots = memory_limits.arena_slots(config.arena)
-    return [Finding("memory", OK, text, f"a rank needs its state times {num_slots} slots")]
+    return [Finding("memory", OK, text, _slots_of(config, usable))]
 
 
 def check_oom_group(root: Path) -> list[Finding]:

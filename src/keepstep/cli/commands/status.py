@@ -145,6 +145,8 @@ def _about(status: Status) -> Text:
         f"run {status.run_id}", f"node {status.node_id}", f"incarnation {status.incarnation}",
         f"keeper {keeper.pid} {keeper.state}, up {format_seconds(keeper.uptime_s)}", held,
     ]  # fmt: skip
+    if status.slots:
+        parts.append(f"{status.slots} slots ({status.slots_reason})")
     return Text(" · ".join(parts), style="dim")
 
 

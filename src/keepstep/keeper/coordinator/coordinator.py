@@ -50,6 +50,8 @@ class Coordinator(CoordinatorState):
         self.reported.add(node_id)
         (self.ready.add if report.ready else self.ready.discard)(node_id)
         (self.finished.add if report.finished else self.finished.discard)(node_id)
+        for slots, nodes in self.nodes_by_slots.items():
+            (nodes.add if slots == report.slots else nodes.discard)(node_id)
         grants.count(self, report)
         restore.count(self, report)
         protection.count(self, report, now)

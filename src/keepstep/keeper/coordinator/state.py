@@ -72,6 +72,7 @@ class CoordinatorState:
         self.reported: set[str] = set()
         self.ready: set[str] = set()
         self.finished: set[str] = set()
+        self.nodes_by_slots: dict[int, set[str]] = {2: set(), 3: set(), 4: set()}
         # Sections
         self.grants = JobGrants()
         self.restore = JobRestore(incarnation.number << PLANS_BITS)
@@ -132,9 +133,8 @@ class CoordinatorState:
 
     @property
     def slots(self) -> int:
-        """Slots per rank: the same on all nodes."""
-        report = next(iter(self.views.values())).report
-        return report.slots if report is not None else 2
+        """Slots per rank: the fewest of any node, since all ranks capture the same steps."""
+        return min((slots for slots, nodes in self.nodes_by_slots.items() if nodes), default=2)
 
     def order_at(self, seq: int) -> tuple[int, int, int]:
         return (self.incarnation.number, self.orders.epoch, seq)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from keepstep.arena.memory_limits import AUTO, FEW_SLOTS
 from keepstep.control.messages import ArenaGiven, WantArena
 from keepstep.errors import KeeperError
 from keepstep.keeper.node.effects import CreateArena, DropArena, SealSlot, Send
@@ -19,11 +20,18 @@ def requested(node: NodeState, conn: Conn, wanted: WantArena) -> None:
         node.reply_error(conn, wanted.ticket, KeeperError("register first"))
         return
     arena = node.arenas.of(trainer.index)
-    if arena is None or len(arena.slots) != wanted.slots or not _fits(wanted.need, arena.capacity):
-        node.emit(CreateArena(conn, wanted, trainer.index, node.arenas.next_generation(trainer.index)))
+    if arena is None or wanted.slots not in (AUTO, len(arena.slots)) or not _fits(wanted.need, arena.capacity):
+        generation, num_ranks = node.arenas.next_generation(trainer.index), trainer.register.local_world_size
+        node.emit(CreateArena(conn, wanted, trainer.index, generation, num_ranks))
         return
     move_to(node, trainer, arena.arena_id)
     node.emit(Send(conn, ArenaGiven(arena.arena_id, arena.size_bytes, False, wanted.ticket), arena.arena_id))
+
+
+def slots_per_rank(node: NodeState) -> int:
+    """Slots that every rank of this node has: the fewest, where memory did not allow the same for all."""
+    arenas = [node.arenas.of(index) for index in node.trainers.registered]
+    return min((len(arena.slots) for arena in arenas if arena is not None), default=FEW_SLOTS)
 
 
 def move_to(node: NodeState, trainer: RegisteredTrainer, arena_id: str) -> None:

@@ -69,6 +69,7 @@ class CreateArena:
     wanted: WantArena
     local_index: int
     generation: int
+    num_ranks: int = 1  # of this node: they share its memory
 
 
 @dataclass(frozen=True)

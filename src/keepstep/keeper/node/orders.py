@@ -217,7 +217,7 @@ def report_of(node: NodeState) -> Report:
         ranks=tuple(sorted(t.rank for t in trainers.values())), world_size=first.world_size if first else 0,
         progress=progress, step_s=_step_s(node, progress), ready=loaded and node.state == SERVING,
         room=loaded and snapshots.has_free_slots(node), every=first.every if first else 1,
-        slots=first.slots if first else 2, grants=grants, opened=opened, placed=tuple(node.protection.sets),
+        slots=arenas.slots_per_rank(node), grants=grants, opened=opened, placed=tuple(node.protection.sets),
         exchange=node.protection.exchange, audit=orders.audit, damaged=tuple(damaged), unreachable=_unreachable(node),
         finished=whole and _finished(node), losses=config.losses, group_size=config.group_size,
         orders=orders.received, inventory=inventory, restored=node.restore.ready_number,

@@ -9,6 +9,7 @@ from concurrent.futures import Future, InvalidStateError
 
 from keepstep.arena import memory_limits
 from keepstep.arena.manifest import RankManifest
+from keepstep.arena.memory_limits import FEW_SLOTS, MemoryLimits, SlotChoice
 from keepstep.arena.records import COMMITTED, ArenaHeader
 from keepstep.arena.slots import Arena, plan_header, total_bytes
 from keepstep.errors import Error, KeeperError
@@ -28,16 +29,18 @@ class ArenaAllocator:
         self._closed = threading.Event()
         # One arena at a time: two that each fit may not fit together.
         self._allocating = threading.Lock()
+        self.chosen: SlotChoice | None = None  # for `arena.slots = auto`, once for all ranks of the node
 
     def create(self, effect: CreateArena) -> Arena | Error:
         """The arena that a rank asked for, with all its memory; or the reason why not."""
-        wanted = effect.wanted
-        header = self._plan(wanted.need, wanted.slots, effect.local_index, effect.generation)
+        wanted, limit = effect.wanted, effect.wanted.memory_limit_bytes
         try:
-            what = f"the arena of local rank {effect.local_index} ({wanted.slots} slots)"
-            limit = wanted.memory_limit_bytes
             with self._allocating:
-                memory_limits.check(total_bytes(header), what, room=memory_limits.measure(), memory_limit_bytes=limit)
+                limits = memory_limits.measure()
+                slots = wanted.slots or self._choose(wanted.need, effect.num_ranks, limits, limit)
+                header = self._plan(wanted.need, slots, effect.local_index, effect.generation)
+                what = f"the arena of local rank {effect.local_index} ({slots} slots)"
+                memory_limits.check(total_bytes(header), what, room=limits, memory_limit_bytes=limit)
                 return Arena.create(header)
         except Error as error:
             return error
@@ -51,10 +54,11 @@ class ArenaAllocator:
         """
         need = manifest.need
         size = SnapshotSize(need.layout_bytes, 2 * need.values_bytes + VALUES_SLACK, need.payload_bytes)
-        header = self._plan(size, effect.slots, effect.local_index, effect.generation)
         # Held until the memory is reserved: only then can be measured what the next arena may have.
         self._allocating.acquire()
         try:
+            slots = effect.slots or self._choose(size, effect.local_world_size, memory_limits.measure())
+            header = self._plan(size, slots, effect.local_index, effect.generation)
             what = f"the snapshot of rank {effect.piece.rank} that this node takes over"
             memory_limits.check(total_bytes(header), what, room=memory_limits.measure(), memory_limit_bytes=0)
             arena = Arena.create(header, reserve=False)
@@ -68,6 +72,17 @@ class ArenaAllocator:
     def close(self) -> None:
         """Stop reserving memory."""
         self._closed.set()
+
+    def _choose(self, size: SnapshotSize, num_ranks: int, limits: MemoryLimits, limit_bytes: int = 0) -> int:
+        """Slots for `auto`: chosen once for the node, fewer for a rank whose arena does not fit after that."""
+        slot_bytes = size.layout_bytes + size.values_bytes + size.payload_bytes
+        if self.chosen is None:
+            self.chosen = memory_limits.choose_slots(slot_bytes, num_ranks, limits, limit_bytes)
+        elif self.chosen.slots > FEW_SLOTS:
+            again = memory_limits.choose_slots(slot_bytes, 1, limits, limit_bytes)
+            if again.slots < self.chosen.slots:
+                self.chosen = again
+        return self.chosen.slots
 
     def _plan(self, size: SnapshotSize, slots: int, local_index: int, generation: int) -> ArenaHeader:
         return plan_header(

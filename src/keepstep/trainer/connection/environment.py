@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch.distributed
 
-from keepstep.arena.memory_limits import arena_slots
+from keepstep.arena.memory_limits import requested_slots
 from keepstep.config import Config
 from keepstep.control.messages import Register
 from keepstep.errors import ConfigError
@@ -99,8 +99,8 @@ def registration(config: Config, place: RankPlace, agreed: Incarnation | None = 
     return Register(
         rank=place.rank, world_size=place.world_size, local_index=place.local_index,
         local_world_size=place.local_world_size, incarnation=incarnation,
-        label=label, launcher_pid=os.getppid() if launched else 0, every=config.every, slots=arena_slots(config.arena),
-        progress=-1, no_holder=not given,
+        label=label, launcher_pid=os.getppid() if launched else 0, every=config.every,
+        slots=requested_slots(config.arena), progress=-1, no_holder=not given,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from keepstep.arena.memfd import Mapping
-from keepstep.arena.memory_limits import arena_slots
+from keepstep.arena.memory_limits import FEW_SLOTS, requested_slots
 from keepstep.arena.records import Progress
 from keepstep.arena.slots import Arena
 from keepstep.config import ArenaConfig
@@ -43,7 +43,9 @@ class RankArena:
 
     def get(self, need: SnapshotSize, *, show: bool) -> None:
         """Have an arena with room for `need`. Raises the one error that a user gets when it does not fit."""
-        size_bytes = arena_slots(self._config) * (need.layout_bytes + need.values_bytes + need.payload_bytes)
+        size_bytes = (requested_slots(self._config) or FEW_SLOTS) * (
+            need.layout_bytes + need.values_bytes + need.payload_bytes
+        )
         with waiting_for(size_bytes, enabled=show):
             arena_id, fd = self._ask(need)
         try:
@@ -76,7 +78,7 @@ class RankArena:
         threading.Thread(target=work, name="keepstep-memory", daemon=True).start()
 
     def _ask(self, need: SnapshotSize) -> tuple[str, int]:
-        wanted = WantArena(need, arena_slots(self._config), self._config.memory_limit_bytes)
+        wanted = WantArena(need, requested_slots(self._config), self._config.memory_limit_bytes)
         given, fds = self._link.request(wanted, ArenaGiven, timeout_s=RESTORE_S)
         self._link.memory.hold(given.arena_id, fds[0])
         self._state.arena_id = given.arena_id
