@@ -1,1 +1,1 @@
-"""The way back: what is there (inventory), what to restore and why (plan). Both pure."""
+"""Restore decisions: what keepers hold (`inventory`), what to restore and why (`plan`). Pure."""

@@ -1,4 +1,7 @@
-"""What is there: every sealed snapshot and every parity set that keepers hold. Pure values, sent between keepers."""
+"""Inventories: the sealed snapshots and parity sets that keepers hold.
+
+Pure values, sent between keepers: field names are part of the wire format.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from keepstep.types import Incarnation, SnapshotInfo, Version
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """One rank's sealed snapshot and where it lies on its node."""
+    """One rank's sealed snapshot, and its slot on its node."""
 
     version: Version
     rank: int
@@ -28,7 +31,7 @@ class Holding(msgspec.Struct, frozen=True):
 
 
 class SetKey(msgspec.Struct, frozen=True, order=True):
-    """One protection of one version: a version that is restored is protected again, in another placement."""
+    """One protection of a version. A restored version is protected again, in the placement of the new incarnation."""
 
     version: Version
     incarnation: Incarnation
@@ -41,20 +44,17 @@ class ParitySet(msgspec.Struct, frozen=True):
     key: SetKey
     losses: int
     position: int
-    members: tuple[str, ...]
-    """node ids by position"""
-    ranks: tuple[tuple[int, ...], ...]
-    """by position: whose snapshots that node held"""
+    members: tuple[str, ...]  # node ids by position
+    ranks: tuple[tuple[int, ...], ...]  # by position: the ranks whose snapshots that node held
     world_size: int
     buffer_id: str = ""
 
 
 class Inventory(msgspec.Struct, frozen=True):
-    """All that a node holds, and the newest versions that its ledger remembers."""
+    """Everything a node holds, and the newest versions in its ledger."""
 
     holdings: tuple[Holding, ...]
     complete: Version | None
-    damaged: tuple[str, ...] = ()
-    """what failed verification, one sentence each"""
+    damaged: tuple[str, ...] = ()  # what failed verification, one sentence each
     sets: tuple[ParitySet, ...] = ()
     protected: Version | None = None

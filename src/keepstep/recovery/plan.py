@@ -1,9 +1,9 @@
-"""What to restore: the newest version that every rank can get, each piece with its reason. Pure.
+"""Restore plan: the newest version that every rank can get, with the reasons. Pure.
 
-`plan` never returns an older version without saying what was wrong with the newer ones, and never
-says "nothing" when something should be there: that is a failure with the inventory in its text.
-Sources are keepers, wherever their nodes stand now: a rank's bytes come from the slots of the node it
-runs on, else from another node's slots, else they are rebuilt from parity.
+`plan` never returns an older version without the reason why each newer one was not chosen, and never returns
+"nothing to restore" when a version should exist: that is a failure with the inventory in its text. A rank's bytes
+come from the slots of the node it runs on, else from another node's slots, else they are rebuilt from parity. Any
+keeper may be a source, also one whose node has no place in the job now.
 """
 
 from __future__ import annotations
@@ -22,25 +22,23 @@ OWN, PEER, REBUILD = "own slots", "a peer's slots", "parity"
 
 
 class Rebuild(msgspec.Struct, frozen=True):
-    """Where the units of a group are: by position, the node of each rank's data ("" where lost) and of the parity."""
+    """The nodes that hold the units of a group, by position: of each rank's data ("" where lost) and of the parity."""
 
     key: SetKey
     losses: int
-    position: int
-    """of the node whose snapshots are rebuilt"""
+    position: int  # of the node whose snapshots are rebuilt
     ranks: tuple[tuple[int, ...], ...]
     data: tuple[tuple[str, ...], ...]
     parity: tuple[str, ...]
 
 
 class RankSource(msgspec.Struct, frozen=True):
-    """Where the bytes of one rank come from."""
+    """The source of one rank's snapshot."""
 
     version: Version
     rank: int
     source: str
-    node_id: str
-    """where it lies; "" when it is rebuilt"""
+    node_id: str  # that holds it; "" when it is rebuilt
     size_bytes: int = 0
     local_index: int = 0
     arena_id: str = ""
@@ -50,7 +48,7 @@ class RankSource(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Plan:
-    """`version` None and `failure` empty: there is truly nothing to restore."""
+    """What to restore. `version` None and `failure` empty: no version of this run was ever complete."""
 
     version: Version | None
     pieces: tuple[RankSource, ...]
@@ -58,8 +56,7 @@ class Plan:
     failure: str = ""
     local_world_size: int = 0
     world_size: int = 0
-    holders: tuple[str, ...] = ()
-    """nodes that hold snapshots of this version: replicated state may come from any of them"""
+    holders: tuple[str, ...] = ()  # nodes with snapshots of this version, any of which may hold replicated state
 
 
 _SetOfGroup = tuple[SetKey, tuple[str, ...]]
@@ -67,11 +64,11 @@ _SetOfGroup = tuple[SetKey, tuple[str, ...]]
 
 @dataclass
 class _VersionSources:
-    """All that is known of one version."""
+    """Everything the inventories hold of one version."""
 
     by_rank: dict[int, list[tuple[str, Holding]]] = field(default_factory=lambda: defaultdict(list))
+    # By position; all groups of a job share a key.
     sets: dict[_SetOfGroup, dict[int, tuple[str, ParitySet]]] = field(default_factory=lambda: defaultdict(dict))
-    """by position; all groups of a job share a key"""
 
     @property
     def world_size(self) -> int:
@@ -81,27 +78,26 @@ class _VersionSources:
 
 
 def plan(inventories: Mapping[str, Inventory], homes: Mapping[int, str], silent: Sequence[str] = ()) -> Plan:
-    """Choose the newest version whose ranks can all be had.
+    """Choose the newest version that every rank can get.
 
-    `homes`: the node on which each rank runs now, as far as it is known. `silent`: keepers that were
-    asked and did not answer.
+    `homes`: the node on which each rank runs now, where it is known. `silent`: keepers that did not answer.
     """
-    versions = _gather(inventories)
+    versions = _by_version(inventories)
     reasons = [text for inventory in inventories.values() for text in inventory.damaged]
     newest = max((i.complete for i in inventories.values() if i.complete is not None), default=None)
     for version in sorted(versions, reverse=True):
-        found = versions[version]
-        pieces, missing = _pieces(version, found, homes)
+        sources = versions[version]
+        pieces, missing = _pieces(version, sources, homes)
         if missing:
             reasons.append(f"{version} cannot be had: {'; '.join(missing)}")
             continue
         if newest is not None and newest > version and not any(str(newest) in reason for reason in reasons):
             reasons.append(f"{newest} was complete once and is not held any more")
         reasons.append(f"{version} is the newest version that all {len(pieces)} ranks can get: {_sources(pieces)}")
-        holding = next((h for held in found.by_rank.values() for _, h in held), None)
+        holding = next((h for held in sources.by_rank.values() for _, h in held), None)
         local = holding.local_world_size if holding else 0
-        holders = {node_id for held in found.by_rank.values() for node_id, _ in held}
-        return Plan(version, pieces, tuple(reasons), "", local, found.world_size, tuple(sorted(holders)))
+        holders = {node_id for held in sources.by_rank.values() for node_id, _ in held}
+        return Plan(version, pieces, tuple(reasons), "", local, sources.world_size, tuple(sorted(holders)))
     if silent:
         reasons.append(f"no answer from the keepers of {', '.join(silent)}")
     if newest is not None:
@@ -114,26 +110,26 @@ def plan(inventories: Mapping[str, Inventory], homes: Mapping[int, str], silent:
 
 
 def covering(inventories: Mapping[str, Inventory], newest: Version) -> SetKey | None:
-    """The newest protection, not newer than this version, whose parity all its members who answered still hold."""
-    found: dict[SetKey, dict[tuple[str, ...], ParitySet]] = defaultdict(dict)
+    """The newest protection, up to this version, whose parity is still held by all its members that answered."""
+    groups_of: dict[SetKey, dict[tuple[str, ...], ParitySet]] = defaultdict(dict)
     holders: dict[SetKey, set[str]] = defaultdict(set)
     for node_id, inventory in inventories.items():
         for parity in inventory.sets:
-            found[parity.key][parity.members] = parity
+            groups_of[parity.key][parity.members] = parity
             holders[parity.key].add(node_id)
-    for key in sorted((key for key in found if key.version <= newest), reverse=True):
-        groups = found[key].values()
+    for key in sorted((key for key in groups_of if key.version <= newest), reverse=True):
+        groups = groups_of[key].values()
         ranks = {rank for group in groups for ranks in group.ranks for rank in ranks}
         members = {member for group in groups for member in group.members}
         world_size = next(iter(groups)).world_size
-        # Where one that answered has none, it was never acknowledged; one that is gone is what the others are for.
+        # A member that answered without it never acknowledged it; a lost member is what it protects from.
         if len(ranks) == world_size and members & inventories.keys() <= holders[key]:
             return key
     return None
 
 
 def stands(inventories: Mapping[str, Inventory], key: SetKey) -> bool:
-    """All members of that protection are among these nodes, with their parity and the data behind it."""
+    """All members of that protection are among these nodes, with their parity and the data it protects."""
     for inventory in inventories.values():
         for group in inventory.sets:
             if group.key != key:
@@ -146,7 +142,7 @@ def stands(inventories: Mapping[str, Inventory], key: SetKey) -> bool:
     return True
 
 
-def _gather(inventories: Mapping[str, Inventory]) -> dict[Version, _VersionSources]:
+def _by_version(inventories: Mapping[str, Inventory]) -> dict[Version, _VersionSources]:
     versions: dict[Version, _VersionSources] = defaultdict(_VersionSources)
     for node_id, inventory in inventories.items():
         for holding in inventory.holdings:
@@ -157,22 +153,24 @@ def _gather(inventories: Mapping[str, Inventory]) -> dict[Version, _VersionSourc
 
 
 def _pieces(
-    version: Version, found: _VersionSources, homes: Mapping[int, str]
+    version: Version, sources: _VersionSources, homes: Mapping[int, str]
 ) -> tuple[tuple[RankSource, ...], list[str]]:
-    """The piece of every rank, or what is missing, one sentence each."""
+    """The source of every rank, or what is missing, one sentence each."""
     pieces: list[RankSource] = []
     missing: dict[str, list[int]] = defaultdict(list)
     rebuilds: dict[int, Rebuild | str] = {}
-    for rank in range(found.world_size):
-        held = found.by_rank.get(rank, [])
+    for rank in range(sources.world_size):
+        held = sources.by_rank.get(rank, [])
         if held:
-            node_id, holding = min(held, key=lambda one: (one[0] != homes.get(rank, one[0]), one[0], one[1].slot))
+            node_id, holding = min(
+                held, key=lambda entry: (entry[0] != homes.get(rank, entry[0]), entry[0], entry[1].slot)
+            )
             source = OWN if homes.get(rank, node_id) == node_id else PEER
             where = (holding.size_bytes, holding.local_index, holding.arena_id, holding.slot)
             pieces.append(RankSource(version, rank, source, node_id, *where))
             continue
         if rank not in rebuilds:
-            rebuilds.update(_rebuilds(rank, found))
+            rebuilds.update(_rebuilds(rank, sources))
         rebuild = rebuilds[rank]
         if isinstance(rebuild, str):
             missing[rebuild].append(rank)
@@ -182,7 +180,7 @@ def _pieces(
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """0-7, 12: runs of neighbours as ranges."""
+    """Ranks as text, with runs as ranges: 0-7, 12."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and parts[-1][-1] == rank - 1:
@@ -192,17 +190,17 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _rebuilds(rank: int, found: _VersionSources) -> dict[int, Rebuild | str]:
-    """How the ranks of a lost node can be rebuilt: by the newest set that allows it."""
+def _rebuilds(rank: int, sources: _VersionSources) -> dict[int, Rebuild | str]:
+    """How the ranks of a lost node can be rebuilt: from the newest parity set that allows it."""
     why = "have no sealed snapshot of it, and no parity covers them"
-    for key, members in sorted(found.sets, reverse=True):
-        held = found.sets[key, members]
+    for key, members in sorted(sources.sets, reverse=True):
+        held = sources.sets[key, members]
         first = next(iter(held.values()))[1]
         position = next((p for p, ranks in enumerate(first.ranks) if rank in ranks), None)
         if position is None:
             continue
         data = tuple(
-            tuple(min((n for n, _ in found.by_rank.get(r, [])), default="") for r in ranks) for ranks in first.ranks
+            tuple(min((n for n, _ in sources.by_rank.get(r, [])), default="") for r in ranks) for ranks in first.ranks
         )
         parity = tuple(held[p][0] if p in held else "" for p in range(len(first.members)))
         data_lost = {p for p, nodes in enumerate(data) if "" in nodes}
@@ -213,7 +211,7 @@ def _rebuilds(rank: int, found: _VersionSources) -> dict[int, Rebuild | str]:
                 r: Rebuild(key, first.losses, p, first.ranks, data, parity)
                 for p in data_lost
                 for r in first.ranks[p]
-                if not found.by_rank.get(r)
+                if not sources.by_rank.get(r)
             }
         gone = [first.members[p] for p in sorted(data_lost | parity_lost)]
         why = (

@@ -4,7 +4,7 @@ Nodes report, the coordinator orders; both are whole states, sent again until th
 of docs/protocol.md, "Several nodes"):
 
     grant     the same step for all ranks, ahead of every one of them; with three slots or more the next
-              one is given before the last is written, unless one that was is void
+              one is given before the last is written, unless such a grant was void lately
     complete  sealed on all ranks of all nodes; void when one rank could not
     target    the one version being protected: the newest complete one when there is none; a newer one
               never takes its place; it ends acknowledged by all nodes, or abandoned
@@ -80,7 +80,7 @@ class Coordinator(CoordinatorState):
         before = self.orders
         if self.state == GATHERING:
             takeover.gather(self, now)
-            for report in self.reports() if self.state == SERVING else ():  # what was reported to the one before
+            for report in self.reports() if self.state == SERVING else ():  # reports that arrived before the takeover
                 if report.incarnation == self.incarnation:
                     self._count(report, now)
         if self.state == RESTORING:

@@ -13,8 +13,8 @@ from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, Order
 from keepstep.keeper.coordinator.state import CoordinatorState, JobGrant, NodeView
 from keepstep.types import Version
 
-MAX_LEAD = 64  # steps: even where a grant always comes too late it is not given further ahead
-DELIVERY_S = 0.02  # what an order takes to reach the last trainer, until a grant has come too late for one
+MAX_LEAD = 64  # steps: however often grants arrive too late, they are given no further ahead
+DELIVERY_S = 0.02  # what an order takes to reach the last trainer, until a grant has arrived too late for one
 # After an overlapping grant was void, this many wait for each other: a rank could not keep up, or not in step.
 SERIALIZED_GRANTS = 16
 

@@ -1,4 +1,4 @@
-"""Protection: which version is being protected, which one is, and what gives way when that stands still. Pure.
+"""Protection: the target, the protected version, and what gives way when the target makes no progress. Pure.
 
 Owner of `CoordinatorState.protection`.
 """

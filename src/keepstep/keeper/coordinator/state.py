@@ -34,7 +34,7 @@ from keepstep.recovery.plan import Plan
 from keepstep.types import Incarnation, Version
 
 MAX_WARNINGS = 20  # between two events
-PLANS_BITS = 20  # plan numbers of one incarnation: those of another one must not be taken for them
+PLAN_BITS = 20  # plan numbers start at incarnation << PLAN_BITS, so that those of two incarnations differ
 
 GATHERING, RESTORING, SERVING = "gathering", "restoring", "serving"
 
@@ -51,7 +51,7 @@ class Deadlines:
 
 
 class CoordinatorState:
-    """One incarnation, as its coordinator sees it."""
+    """The coordinator's state of one incarnation."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class CoordinatorState:
         self.nodes_by_slots: dict[int, set[str]] = {2: set(), 3: set(), 4: set()}
         # Sections
         self.grants = JobGrants()
-        self.restore = JobRestore(incarnation.number << PLANS_BITS)
+        self.restore = JobRestore(incarnation.number << PLAN_BITS)
         self.protection = JobProtection(moved_at=now, advanced_at=now)
         # Output
         self.state = GATHERING

@@ -35,7 +35,7 @@ def slots_per_rank(node: NodeState) -> int:
 
 
 def move_to(node: NodeState, trainer: RegisteredTrainer, arena_id: str) -> None:
-    """Have the rank write this arena: a grant in the old one will not be used any more."""
+    """Have the rank write this arena: a grant in its old arena will not be used."""
     if trainer.arena_id not in ("", arena_id):
         node.grants.withdraw(trainer.index, trainer.rank, "its arena was replaced by a larger one")
     trainer.move_to(arena_id)
@@ -54,7 +54,7 @@ def add(node: NodeState, event: ArenaAdded) -> None:
 
 
 def seal_committed(node: NodeState, arena_id: str) -> None:
-    """Seal what an adopted arena holds committed, unless a newer seal of that version was lost."""
+    """Seal what an adopted arena holds committed, unless it was sealed once and its seal is gone."""
     for slot in node.arenas.by_id[arena_id].slots:
         if slot.state == COMMITTED and slot.version is not None:
             node.emit(SealSlot(arena_id, slot.index, slot.version, node.orders.newest_complete))

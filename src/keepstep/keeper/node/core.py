@@ -1,6 +1,6 @@
 """What the keeper decides. Pure: no clock, socket, file or thread; `handle` takes an event and returns effects.
 
-The life of an incarnation:
+States of an incarnation:
 
     waiting ──register──▶ fencing ──old trainers dead──▶ restoring ──planned──▶ serving
                              ▲                       (seal what was committed,     │
@@ -90,7 +90,7 @@ class Core(NodeState):
 
 
 def _arena_added(node: NodeState, event: ArenaAdded) -> None:
-    """An arena was created for a trainer, or adopted with all that its headers say."""
+    """An arena was created for a trainer, or adopted with everything its headers hold."""
     arenas.add(node, event)
     trainer = node.trainers.registered.get(event.local_index)
     if trainer is not None and event.ledger is None:

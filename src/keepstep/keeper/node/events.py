@@ -117,7 +117,7 @@ class SlotSealed:
 
     arena_id: str
     slot: int
-    version: Version | None  # None: no version was asked for, and none was there
+    version: Version | None  # None: no version was asked for, and the slot holds none
     info: SnapshotInfo | None = None
     problem: str = ""
     shares: tuple[ReplicaSetDigest, ...] = ()  # one digest for each replica set in the slot

@@ -21,7 +21,7 @@ MAX_UNCLAIMED = 4  # of one rank: more grants than it can have open
 
 @dataclass
 class NodeGrant:
-    """A grant, and how far each rank (by local index) has come with it."""
+    """A grant, and the progress of each rank (by local index) with it."""
 
     serial: int
     step: int
@@ -142,7 +142,7 @@ class NodeGrants:
         self.open.insert(0, NodeGrant(order.serial, order.step, {}, {}, void=void))
 
     def adopt(self, grant: NodeGrant) -> None:
-        """Go on with a grant that a keeper before this one issued."""
+        """Continue a grant that an earlier keeper issued."""
         self.serial = grant.serial
         if grant.slots:
             self.open.append(grant)
@@ -152,8 +152,8 @@ class NodeGrants:
 
     def adopt_record(self, index: int, arena_id: str, grant: Grant) -> None:
         """Remember the grant record of an adopted arena, if it is the newest one of its rank."""
-        known = self.records.get(index)
-        if known is None or (known.grant.incarnation, known.grant.serial) < (grant.incarnation, grant.serial):
+        own = self.records.get(index)
+        if own is None or (own.grant.incarnation, own.grant.serial) < (grant.incarnation, grant.serial):
             self.record(index, arena_id, grant)
 
     def usable_record(self, index: int) -> GrantRecord | None:
@@ -166,10 +166,10 @@ class NodeGrants:
         return own if usable else None
 
     def earlier(self, index: int, issued: NodeGrant, incarnation: Incarnation) -> Grant | None:
-        """The other grant that the rank's new record must name, for a keeper that comes after this one.
+        """The other grant that the rank's new record must name, so that a later keeper takes it over.
 
-        One that the rank may still use or write under; there is at most one, or `issued` would not have been
-        given. Else the last one that it has committed.
+        It is the grant that the rank may still use or write under; there is at most one, or `issued` would not
+        have been given. Otherwise it is the last grant that the rank has committed.
         """
         arena_id = issued.arenas[index]
         others = [grant for grant in self.open if grant is not issued and grant.arenas.get(index) == arena_id]
@@ -217,7 +217,7 @@ class NodeGrants:
         self.last_resolved_serial = max(self.last_resolved_serial, serial)
 
     def adopt_resolved(self, serial: int) -> None:
-        """As the ledger of a keeper before this one has it."""
+        """Take the serial from the ledger of an earlier keeper."""
         self.last_resolved_serial = serial
 
     def close(self, serial: int) -> NodeGrant | None:

@@ -49,7 +49,7 @@ def follow(node: NodeState) -> None:
             _send_orders(node, orders.coordinator)
     elif orders.membership is not None:
         if orders.received is not None and orders.received is not orders.active:
-            take_orders(node, orders.received)  # they may have come before this node served
+            take_orders(node, orders.received)  # received before this node served
         _send_report(node)
     if node.state == SERVING:
         restore.answer_requests(node)
@@ -62,7 +62,7 @@ def _apply_own_orders(node: NodeState, coordinator: Coordinator) -> None:
     changed is in the next report: plan, ready, BEGIN, loaded, grants closed, grants issued, no slot left. Each of
     these happens once for one event; in the simulated lives one to three turns are usual and six the most. A 13th
     would mean that reports and orders change each other in a circle, which is a bug of ours. It is logged and not
-    asserted: the memory that this keeper holds is worth more, and the next event goes on from here.
+    asserted: the keeper must not lose the memory it holds, and the next event continues from here.
     """
     for _ in range(MAX_TURNS):
         if node.orders.report_changed:
@@ -97,7 +97,7 @@ def appoint(node: NodeState) -> None:
 
 
 def begin_incarnation(node: NodeState) -> None:
-    """Orders of the incarnation before say nothing about this one, but for what is retained."""
+    """Forget the orders of the last incarnation, except what they retain."""
     node.orders.received, node.orders.coordinator = None, None
 
 
@@ -288,7 +288,7 @@ def take_orders(node: NodeState, orders: Orders) -> bool:
     if orders.incarnation != node.incarnation:
         return False
     own = node.orders
-    # A ledger keeps only a part of the orders: the same ones say more when they come from the coordinator.
+    # A ledger keeps only a part of the orders: the coordinator's own copy holds more.
     fresh = orders.newer_than(own.received) or (own.from_ledger and orders.order == own.active.order)
     if fresh:
         own.received, own.from_ledger = orders, False
@@ -341,7 +341,7 @@ def _retain(node: NodeState, before: Orders) -> None:
 
 
 def write_ledger(node: NodeState) -> None:
-    """Write what a keeper that comes after this one must know into every arena."""
+    """Write what a later keeper must know into every arena."""
     own = node.orders
     active, by = own.active, own.active.protected_by
     current = active.incarnation == node.incarnation
@@ -366,7 +366,7 @@ def adopt_ledger(node: NodeState, ledger: Ledger) -> None:
 
 
 def _adopt_orders(node: NodeState, ledger: Ledger) -> None:
-    """The last orders of an earlier keeper: they say what is retained, and where a coordinator goes on."""
+    """Take over the last orders of an earlier keeper: what is retained, and where a coordinator continues."""
     number, nonce, attempt = ledger.protected_by
     covered = ledger.protected or ledger.base  # base: its parity is kept, though a member of its group is lost
     by = SetKey(covered, Incarnation(number, nonce), attempt) if covered is not None and number else None

@@ -178,7 +178,7 @@ def _free(node: NodeState, arena_id: str, slot_index: int, *, keep: Version | No
 def report_outcomes(node: NodeState, closed: list[tuple[NodeGrant, GrantOutcome]], before: Orders) -> None:
     """Report to the trainers what became of their snapshots.
 
-    After all other effects: a trainer that is told of a complete version finds its next grant in its arena.
+    After all other effects: when a trainer learns that a version is complete, its next grant is in its arena.
     """
     orders, trainers = node.orders.active, node.trainers.registered
     for grant, outcome in closed:
@@ -205,7 +205,7 @@ def report_outcomes(node: NodeState, closed: list[tuple[NodeGrant, GrantOutcome]
 
 
 def take_up_grants(node: NodeState) -> bool:
-    """Go on with the grants that stand in the arenas. True when there were any."""
+    """Continue the grants that the arenas record. True when there were any."""
     recorded = node.grants.recorded(node.incarnation)
     for serial in sorted(recorded):
         node.grants.adopt(_taken_up(node, recorded[serial]))
@@ -227,7 +227,7 @@ def _taken_up(node: NodeState, records: dict[int, GrantRecord]) -> NodeGrant:
     grant, void = NodeGrant(recorded.serial, recorded.step, {}, {}), None
     for index, trainer in node.trainers.registered.items():
         record = records.get(index)
-        # In another arena than the one it writes: the rank has moved on, or never got there.
+        # Recorded in another arena than the one it writes: the rank has moved, or never had the new one.
         if record is None or record.arena_id != trainer.arena_id or trainer.arena_id not in node.arenas.by_id:
             void = (trainer.rank, "the keeper died before it had granted this to all ranks")
             continue

@@ -95,14 +95,14 @@ class NodeState:
 
     @property
     def largest_number(self) -> int:
-        """The largest incarnation number known here, also of memory that was given back too late to count."""
+        """The largest incarnation number known here, including memory that was given back too late to be adopted."""
         opening = self.trainers.opening
         numbers = [self.incarnation.number, opening.incarnation.number if opening is not None else 0]
         numbers += [slot.version.incarnation.number for _, slot in self.arenas.slots() if slot.version]
         return max(numbers)
 
     def all_loaded(self) -> bool:
-        """Every rank of this node has registered, lives, has its state and has an arena."""
+        """Every rank of this node has registered, is alive, has its state and has an arena."""
         trainers = self.trainers.registered.values()
         return self.trainers.complete() and all(
             t.alive and t.loaded and t.finished is None and t.arena_id for t in trainers
@@ -246,7 +246,7 @@ class Slot:
     index: int
     state: str = FREE
     version: Version | None = None  # set from COMMITTED on, and known before `info` is
-    info: SnapshotInfo | None = None  # what the header says, once the keeper has read it
+    info: SnapshotInfo | None = None  # as in its header, once the keeper has read that
     sealed_at: float | None = None
 
     def grant(self) -> None:
@@ -255,7 +255,7 @@ class Slot:
         self._empty(GRANTED)
 
     def grant_again(self) -> None:
-        """Its arena's grant record names it: the rank may be writing it, whatever its header says."""
+        """Its arena's grant record names it: the rank may be writing it, whatever its header holds."""
         self._empty(GRANTED)
 
     def commit(self, version: Version) -> None:
@@ -343,7 +343,7 @@ class NodeArenas:
 
 @dataclass(frozen=True)
 class SnapshotPlace:
-    """Where a rank's restored snapshot lies, verified."""
+    """The slot that holds a rank's restored snapshot."""
 
     arena_id: str
     slot: int
@@ -380,7 +380,7 @@ class NodeOrders:
 
     received: Orders | None = None  # the newest ones of this incarnation
     from_ledger: bool = False  # `received` was read from a ledger, which keeps only a part of the orders
-    # The newest ones that say what is retained: orders of an incarnation that has not begun say nothing yet.
+    # The newest ones that retain something: orders of an incarnation that has not begun do not.
     active: Orders = field(default_factory=lambda: Orders(Incarnation(0, 0), 0, 0))
     coordinator: Coordinator | None = None  # where this keeper coordinates the incarnation
     newest_complete: Version | None = None  # of all incarnations, as the ledger remembers it

@@ -101,7 +101,7 @@ def _place_taken(node: NodeState, event: TrainerRegisters) -> Error | None:
     launcher = current.register.launcher_pid
     if current.running and launcher in node.trainers.launchers and launcher != register.launcher_pid:
         return KeeperError(
-            f"local rank {register.local_index} of this run is taken by process {current.pid}, whose launcher lives",
+            f"local rank {register.local_index} of this run is taken by process {current.pid}, whose launcher is alive",
             hint="give the new job a run id of its own, or end the old one",
         )
     return None
@@ -221,7 +221,7 @@ def _join(node: NodeState, event: TrainerRegisters) -> None:
         node.enter(RESTORING)  # the keeper died while the job was restoring: plan again, from what was given back
 
 
-# What adopted memory says of trainers
+# What adopted arenas show of trainers
 
 
 def adopt_incarnation(node: NodeState, event: ArenaAdded) -> None:

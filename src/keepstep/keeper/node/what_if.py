@@ -50,7 +50,7 @@ def _coordinated(node: NodeState) -> Coordinator:
     if job is None and membership is not None and membership.nodes[0].node_id != node.card.node_id:
         other = membership.nodes[0].node_id
         raise KeeperError(
-            f"the keeper of node {other!r} coordinates this run, only it can say",
+            f"the keeper of node {other!r} coordinates this run; only that keeper can plan",
             hint=f"keepstep plan --node-id {other}, on the machine of that node",
         )
     if job is None or job.state != SERVING:
