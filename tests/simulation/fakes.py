@@ -31,11 +31,11 @@ class FakeSlot:
 
     @property
     def whole(self) -> Content | None:
-        """What a restart could give back: its writer finished it. Damage is not seen before it is read."""
+        """What a restart could give back: its writer finished it. Damage is found only when it is read."""
         return self.content if not self.writing else None
 
     def sound(self, content: Content) -> bool:
-        """Sealed for these bytes, and they are still there."""
+        """Sealed for these bytes, and undamaged."""
         return self.whole == content and self.sealed == content[1] and not self.damaged
 
 
@@ -90,13 +90,13 @@ class FakeTrainer:
     busy: list[tuple[str, int, Version]] = field(default_factory=list)
     """oldest first: they are finished in order"""
     free_at: float = 0.0
-    """when all it copies will have been copied"""
+    """when its last copy ends"""
     arena_id: str = ""
     outcomes: list[Committed | Void] = field(default_factory=list)
     """the last ones, sent again to a new keeper"""
-    heard_until: float = 0.0
-    """messages between a trainer and its keeper come in order"""
-    said_until: float = 0.0
+    received_until: float = 0.0
+    """messages between a trainer and its keeper arrive in order"""
+    sent_until: float = 0.0
     died: list[str] = field(default_factory=list)
 
     @property

@@ -1,4 +1,4 @@
-"""One life of a simulated job: it starts, things go wrong, and after the last fault everything must heal."""
+"""One run of a simulated job: it starts, faults are injected, and after the last one everything must recover."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def live(seed: int, setting: Setting) -> World:
 
 
 def heal(world: World) -> None:
-    """After the last fault: snapshots, protection and every group come back, and go on."""
+    """After the last fault: snapshots and the protection of every group recover."""
     world.run(5.0)  # the last cut, frost or storm is over
     rules, before = world.rules, world.rules.covers
-    healed = world.run(HEAL_S, lambda: rules.covers >= before + 2 and _all_well(world))
+    healed = world.run(HEAL_S, lambda: rules.covers >= before + 2 and _healthy(world))
     assert healed, f"rule 6: not healed: {describe(world)}"
 
 
-def _all_well(world: World) -> bool:
+def _healthy(world: World) -> bool:
     number = world.launcher.number
     cores = [world.machines[node_id].core for node_id in world.launcher.order]
     return all(

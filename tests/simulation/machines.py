@@ -1,8 +1,8 @@
-"""A simulated node: a real core, and everything around it on paper. It decides nothing of its own.
+"""A simulated node: a real core; everything around it is fake, and decides nothing.
 
 Effects of the core are carried out in fake time: seals and checks take a while, parity is encoded chunk by chunk from
-what the members hold at that moment, snapshots are fetched or rebuilt from what is really there. A keeper's death loses
-what was under way; arenas and parity stay, as trainers and launcher hold them. A node's death loses everything.
+what the members hold at that moment, snapshots are fetched or rebuilt from what is held. A keeper's death loses
+what was in progress; arenas and parity stay, as trainers and launcher hold them. A node's death loses everything.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fakes import NEED, Content, FakeArena, FakeParity, FakeSlot, FakeTrainer
-from transfers import Bringing, Exchanging
+from transfers import Exchange, Fetch
 
 from keepstep.control.membership import with_own_card
 from keepstep.control.messages import (
@@ -80,21 +80,21 @@ class Machine:
         self.world, self.node_id = world, node_id
         self.alive, self.frozen = True, False
         self.waiting: list[Callable[[], None]] = []
-        """what happens here when it thaws"""
+        """calls that are due when it thaws"""
         self.core: Core | None = None
         self.life = 0
         """counts its keepers"""
         self.dies_after: int | None = None
-        """the keeper is killed after so many more effects"""
+        """the number of effects after which the keeper is killed"""
         self.card = NodeCard(node_id, "", node_id, 0)
-        self.met: dict[str, str] = {}
-        """the keepers it knows, by node: their instances"""
-        self.told: Membership | None = None
+        self.peers: dict[str, str] = {}
+        """instances of the keepers it knows, by node"""
+        self.membership: Membership | None = None
         self.arenas: dict[str, FakeArena] = {}
         self.parities: dict[str, FakeParity] = {}
         self.trainers: list[FakeTrainer] = []
-        self.exchange: Exchanging | None = None
-        self.brought: list[Bringing] = []
+        self.exchange: Exchange | None = None
+        self.fetches: list[Fetch] = []
         self.fetched_arenas: dict[str, FakeArena] = {}
         self.adopted: set[str] = set()
         self.start_keeper()
@@ -102,7 +102,7 @@ class Machine:
     # Time
 
     def at(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Here, later: not if the node dies first, and not while it is frozen."""
+        """Call later: not if the node dies first, and not while it is frozen."""
         self.world.later(delay_s, self._happen, call, args)
 
     def _happen(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -114,7 +114,7 @@ class Machine:
         call(*args)
 
     def in_this_life(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Of the keeper that is there now: what it had under way dies with it."""
+        """Call later, unless the keeper of this moment dies first."""
         life = self.life
         self.at(delay_s, lambda: call(*args) if self.core is not None and self.life == life else None)
 
@@ -132,19 +132,19 @@ class Machine:
     # The keeper
 
     def start_keeper(self) -> None:
-        """A new one; its holders come in any order, give back what they hold and say who they are."""
+        """Start a new keeper; its holders connect in any order, give back what they hold and register."""
         self.life += 1
         self.card = NodeCard(self.node_id, f"{self.node_id}.{self.life}", self.node_id, self.life)
         self.core = Core(self.world.config, self.card, deadlines=self.world.deadlines)
-        self.dies_after, self.adopted, self.met = None, set(), {}
-        self.exchange, self.brought, self.fetched_arenas = None, [], {}
+        self.dies_after, self.adopted, self.peers = None, set(), {}
+        self.exchange, self.fetches, self.fetched_arenas = None, [], {}
         self.in_this_life(self.world.random.uniform(0, TICK_S), self._tick)
-        holders: list[Callable[[], None]] = [self._launcher_comes]
-        holders += [partial(self._comes_back, trainer) for trainer in self.trainers if trainer.alive]
+        holders: list[Callable[[], None]] = [self._launcher_connects]
+        holders += [partial(self._rejoin, trainer) for trainer in self.trainers if trainer.alive]
         self.world.random.shuffle(holders)
         for number, holder in enumerate(holders):
             self.in_this_life(0.01 + number * self.world.random.choice([0.01, 0.1]), holder)
-        if self.life > 1:  # its agent publishes where it is now
+        if self.life > 1:  # its agent publishes the new address
             self.at(self.world.random.uniform(0.1, 1.0), self.world.launcher.keeper_moved)
 
     def kill_keeper(self) -> None:
@@ -153,10 +153,10 @@ class Machine:
         self.at(self.world.random.uniform(0.1, 0.6), self.start_keeper)
 
     def _tick(self) -> None:
-        self.hear(Tick())
+        self.handle(Tick())
         self.in_this_life(TICK_S, self._tick)
 
-    def hear(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         core = self.core
         if core is None:
             return
@@ -166,7 +166,7 @@ class Machine:
         effects = core.handle(event, self.world.now)
         if self.world.trace is not None:
             self.world.trace.append((self.world.now, self.node_id, event, effects))
-        self.world.rules.heard(self)  # what was decided counts from now on; then it is carried out
+        self.world.rules.handled(self)  # decisions count from now on; then they are carried out
         for effect in effects:
             if self.dies_after is not None:
                 self.dies_after -= 1
@@ -188,24 +188,24 @@ class Machine:
                 found.append(ParityPlaced(parity.found))
         self.world.random.shuffle(found)
         for event in found:
-            self.hear(event)
+            self.handle(event)
 
     def _introduce(self) -> None:
-        if self.told is not None and self.told.nodes[self.told.node_rank] != self.card:
-            self.introduce(self.told)
+        if self.membership is not None and self.membership.nodes[self.membership.node_rank] != self.card:
+            self.introduce(self.membership)
 
-    def introduce(self, told: Membership) -> None:
-        if self.told is not None and told.incarnation.number < self.told.incarnation.number:
-            return  # there was another round meanwhile
-        self.told = with_own_card(told, self.card)
-        self.hear(MembershipSet(self.told))
+    def introduce(self, membership: Membership) -> None:
+        if self.membership is not None and membership.incarnation.number < self.membership.incarnation.number:
+            return  # another round has begun meanwhile
+        self.membership = with_own_card(membership, self.card)
+        self.handle(MembershipSet(self.membership))
 
-    def _launcher_comes(self) -> None:
+    def _launcher_connects(self) -> None:
         self._give_back()
         self._introduce()
-        self.hear(LauncherSeen(1, alive=False))
+        self.handle(LauncherSeen(1, alive=False))
 
-    def _comes_back(self, trainer: FakeTrainer) -> None:
+    def _rejoin(self, trainer: FakeTrainer) -> None:
         if not trainer.alive:
             return
         self._give_back()
@@ -227,20 +227,20 @@ class Machine:
             trainer.rank, setting.world_size, trainer.index, setting.local, trainer.incarnation, "", 0, 1,
             setting.slots, trainer.progress, rejoin=trainer.ready, arena_id=trainer.arena_id,
         )  # fmt: skip
-        self.say(trainer, TrainerRegisters(trainer.conn, trainer.pid, True, register, 0))
+        self.send(trainer, TrainerRegisters(trainer.conn, trainer.pid, True, register, 0))
 
-    def say(self, trainer: FakeTrainer, event: Event) -> None:
-        """From a trainer to its keeper, in order."""
-        at = max(trainer.said_until, self.world.now + self.world.random.uniform(0, 0.01))
-        trainer.said_until = at
+    def send(self, trainer: FakeTrainer, event: Event) -> None:
+        """Send a message of a trainer to its keeper, in order."""
+        at = max(trainer.sent_until, self.world.now + self.world.random.uniform(0, 0.01))
+        trainer.sent_until = at
         conn = trainer.conn
-        self.in_this_life(at - self.world.now, lambda: self.hear(event) if conn == trainer.conn else None)
+        self.in_this_life(at - self.world.now, lambda: self.handle(event) if conn == trainer.conn else None)
 
     def kill_trainer(self, trainer: FakeTrainer) -> None:
         if trainer.alive:
             trainer.alive = False
-            self.in_this_life(self.world.random.uniform(0, 0.05), self.hear, ProcessDied(trainer.pid))
-            self.world.launcher.notice(trainer)
+            self.in_this_life(self.world.random.uniform(0, 0.05), self.handle, ProcessDied(trainer.pid))
+            self.world.launcher.noticed(trainer)
 
     def _send(self, effect: Send) -> None:
         trainer = next((t for t in self.trainers if t.conn == effect.conn), None)
@@ -248,12 +248,12 @@ class Machine:
             self.world.rules.promised(self, effect.message.version)
         if trainer is None or not trainer.alive:
             return
-        at = max(trainer.heard_until, self.world.now + self.world.random.uniform(0, 0.01))
-        trainer.heard_until = at
+        at = max(trainer.received_until, self.world.now + self.world.random.uniform(0, 0.01))
+        trainer.received_until = at
         conn = trainer.conn
-        self.at(at - self.world.now, lambda: self._told(trainer, effect.message) if conn == trainer.conn else None)
+        self.at(at - self.world.now, lambda: self._receive(trainer, effect.message) if conn == trainer.conn else None)
 
-    def _told(self, trainer: FakeTrainer, message: Any) -> None:
+    def _receive(self, trainer: FakeTrainer, message: Any) -> None:
         if not trainer.alive:
             return
         if isinstance(message, Refused):
@@ -262,38 +262,38 @@ class Machine:
             self.kill_trainer(trainer)
         elif isinstance(message, Registered):
             assert message.incarnation == trainer.incarnation
-            self._go_on(trainer)
+            self._continue(trainer)
         elif isinstance(message, RestoreFrom) and trainer.stage == "restoring":
             self.world.rules.restored(self, trainer, message)
             trainer.loaded, trainer.stage = message.version, "making room"
             trainer.progress = message.version.step if message.version else -1
-            self._go_on(trainer)
+            self._continue(trainer)
         elif isinstance(message, ArenaGiven) and trainer.stage == "making room":
             trainer.arena_id, trainer.stage = message.arena_id, "loading"
             self.arenas[message.arena_id].writer = trainer
-            self._go_on(trainer)
+            self._continue(trainer)
         elif isinstance(message, Done) and trainer.stage == "loading":
             trainer.stage = "ready"
             self.world.job.ready(trainer)
         elif (version := getattr(message, "version", None)) is not None:
             trainer.outcomes = [outcome for outcome in trainer.outcomes if outcome.version != version]
 
-    def _go_on(self, trainer: FakeTrainer) -> None:
-        """Ask for what comes next; asked again of a new keeper."""
+    def _continue(self, trainer: FakeTrainer) -> None:
+        """Send the next request; sent again to a new keeper."""
         if trainer.stage == "registering":
             trainer.stage = "restoring"
         if trainer.stage == "restoring":
-            self.say(trainer, FromTrainer(trainer.conn, WantRestore(1)))
+            self.send(trainer, FromTrainer(trainer.conn, WantRestore(1)))
         elif trainer.stage == "making room":
-            self.say(trainer, FromTrainer(trainer.conn, WantArena(NEED, self.world.setting.slots, 0, 2)))
+            self.send(trainer, FromTrainer(trainer.conn, WantArena(NEED, self.world.setting.slots, 0, 2)))
         elif trainer.stage == "loading":
             step = trainer.loaded.step if trainer.loaded else None
-            self.say(trainer, FromTrainer(trainer.conn, Loaded(step, 3)))
+            self.send(trainer, FromTrainer(trainer.conn, Loaded(step, 3)))
         for outcome in trainer.outcomes if trainer.ready else ():
-            self.say(trainer, FromTrainer(trainer.conn, outcome))
+            self.send(trainer, FromTrainer(trainer.conn, outcome))
 
     def take(self, trainer: FakeTrainer) -> None:
-        """One step of the rank, and the snapshot that it was granted."""
+        """Train one step, and take the snapshot that was granted for it."""
         if not trainer.alive:
             return
         trainer.progress += 1
@@ -332,7 +332,7 @@ class Machine:
 
     def _report(self, trainer: FakeTrainer, outcome: Committed | Void) -> None:
         trainer.outcomes = [*trainer.outcomes, outcome][-4:]
-        self.say(trainer, FromTrainer(trainer.conn, outcome))
+        self.send(trainer, FromTrainer(trainer.conn, outcome))
 
     # Memory
 
@@ -340,7 +340,7 @@ class Machine:
         return [slot for arena in self.arenas.values() for slot in arena.slots]
 
     def holds(self, content: Content) -> bool:
-        """Sealed and sound: what a peer that asks for it would get."""
+        """Whether a peer that fetches it gets sealed, sound bytes."""
         return any(slot.sound(content) for slot in self.slots())
 
     def manifest(self, version: Version) -> tuple[int, ...]:
@@ -371,9 +371,9 @@ class Machine:
         if version is not None and fits and (again or not late):
             slot.sealed = version
             info = SnapshotInfo(version, rank, slot.world_size, slot.local_size, 1)
-            self.hear(SlotSealed(arena.arena_id, effect.slot, version, info))
+            self.handle(SlotSealed(arena.arena_id, effect.slot, version, info))
         else:
-            self.hear(SlotSealed(arena.arena_id, effect.slot, effect.version, problem="not whole"))
+            self.handle(SlotSealed(arena.arena_id, effect.slot, effect.version, problem="not whole"))
 
     def _verify(self, effect: VerifySlot) -> None:
         self.in_this_life(
@@ -386,7 +386,7 @@ class Machine:
             return
         slot = arena.slots[index]
         sound = slot.whole is not None and slot.sound((slot.whole[0], version))
-        self.hear(SlotVerified(arena_id, index, version, "" if sound else "does not match its checksum"))
+        self.handle(SlotVerified(arena_id, index, version, "" if sound else "does not match its checksum"))
 
     def _create(self, effect: CreateArena) -> None:
         self.in_this_life(self.world.random.uniform(0.01, 0.1), self._created, effect)
@@ -397,7 +397,7 @@ class Machine:
         if trainer is None:
             return
         arena = self.new_arena(effect.local_index, effect.generation, wanted.slots)
-        self.hear(arena.describe())
+        self.handle(arena.describe())
         self._send(Send(effect.conn, ArenaGiven(arena.arena_id, 1, True, wanted.ticket)))
 
     def new_arena(self, local_index: int, generation: int, slots: int) -> FakeArena:
@@ -435,16 +435,16 @@ class Machine:
 
     # Peers
 
-    def _tell(self, effect: SendToPeer) -> None:
+    def _send_to_peer(self, effect: SendToPeer) -> None:
         self.world.network.send(self, effect)
 
-    def _meet(self, effect: SetPeers) -> None:
-        self.met = {card.node_id: card.instance for card in effect.cards}
+    def _set_peers(self, effect: SetPeers) -> None:
+        self.peers = {card.node_id: card.instance for card in effect.cards}
         self.world.network.recompute(self)
 
     def _start_exchange(self, effect: StartExchange) -> None:
         self.world.rules.exchange_starts(self)
-        self.exchange = Exchanging(self, effect)
+        self.exchange = Exchange(self, effect)
 
     def _stop_exchange(self, effect: StopExchange) -> None:
         if self.exchange is not None and self.exchange.effect.key == effect.key:
@@ -455,11 +455,11 @@ class Machine:
         self.parities.pop(effect.buffer_id, None)
         self.world.rules.memory_changed()
 
-    def _bring_in(self, effect: FetchSnapshot) -> None:
-        self.brought.append(Bringing(self, effect))
+    def _fetch(self, effect: FetchSnapshot) -> None:
+        self.fetches.append(Fetch(self, effect))
 
-    def _give_up(self, effect: CancelFetches) -> None:
-        for one in self.brought:
+    def _cancel_fetches(self, effect: CancelFetches) -> None:
+        for one in self.fetches:
             one.stopped = one.stopped or one.effect.plan <= effect.plan
 
 
@@ -478,10 +478,10 @@ _EFFECTS: dict[type, Callable[[Machine, Any], None]] = {
     Kill: Machine._kill,
     End: Machine._ends,
     Log: lambda machine, effect: None,
-    SendToPeer: Machine._tell,
-    SetPeers: Machine._meet,
-    FetchSnapshot: Machine._bring_in,
-    CancelFetches: Machine._give_up,
+    SendToPeer: Machine._send_to_peer,
+    SetPeers: Machine._set_peers,
+    FetchSnapshot: Machine._fetch,
+    CancelFetches: Machine._cancel_fetches,
     StartExchange: Machine._start_exchange,
     StopExchange: Machine._stop_exchange,
     FreeParity: Machine._free_parity,

@@ -1,4 +1,4 @@
-"""What goes wrong, drawn from the world's seed. Nothing here breaks more than the code covers."""
+"""Fault injection, drawn from the world's seed. No fault is worse than the code covers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Mayhem:
         self.world.rules.memory_changed()
 
     def exclude(self) -> None:
-        """The launcher goes on without a node that is not dead: its keeper is there, and its trainers too."""
+        """The launcher leaves out a node whose keeper and trainers are alive."""
         machine = self.draw.choice(self._members())
         if machine.alive and self.world.rules.may_lose(machine.node_id):
             self.done.append(f"  without {machine.node_id}")

@@ -1,11 +1,11 @@
-"""The rules of the protocol, looked at from outside: all memories and all orders, whenever one of them changes.
+"""The rules of the protocol, checked from outside: all memories and all orders, whenever one of them changes.
 
 1  once a version was called complete there is always one at least as new that a restart can give back,
    unless `exposed` was published
 2  once a version was protected there is always one at least as new that survives the loss of any `losses`
    nodes of a group: through every exchange, every restart and every healing
 3  what is restored is one version on all ranks, the bytes of that rank at that step, and not older than 1 and 2 say
-4  what a node is told is complete or protected never goes back within an incarnation (complete may, when exposed
+4  what a node has as complete or protected never goes back within an incarnation (complete may, when exposed
    or damaged)
 5  memory that the coordinator retains is not written; parity is encoded beside one other at most
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from machines import Machine
     from world_of_many import World
 
-# Words that a trainer may be sent away with: its job starts again.
+# Texts that a trainer may be refused with: its job starts again.
 EXPECTED = (
     "ended while the job was restoring", "is over", "newer incarnation", "was restored here, and",
     "damaged after it was checked",
@@ -51,7 +51,7 @@ class Rules:
         self.cover: Cover | None = None
         self.covers = 0
         self.promise: Version | None = None
-        """the newest version that was called complete and that nothing has excused since"""
+        """the newest complete version, unless an excused fault came after it"""
         self.completed: Version | None = None
         self.hurt: set[tuple[str, Version]] = set()
         """what the simulation itself damaged: (node, version)"""
@@ -60,9 +60,9 @@ class Rules:
         """by node and life of its keeper"""
         self._seen: Orders | None = None
 
-    # What is looked at
+    # What is checked
 
-    def heard(self, machine: Machine) -> None:
+    def handled(self, machine: Machine) -> None:
         core = machine.core
         if core is None:
             return
@@ -82,7 +82,7 @@ class Rules:
                 self._covered(key)
 
     def _current(self, machine: Machine) -> bool:
-        """The orders of a coordinator that all others have left are nobody's promise."""
+        """Orders of a coordinator that all others have left promise nothing."""
         assert machine.core is not None
         number = machine.core.incarnation.number
         cores = (self.world.machines[node_id].core for node_id in self.world.launcher.order)
@@ -102,9 +102,9 @@ class Rules:
         self.memory_changed()
 
     def promised(self, machine: Machine, version: Version) -> None:
-        """A rank was told that this version is complete."""
+        """A rank has received that this version is complete."""
         orders = self._coordinator()
-        if self._current(machine) and self._all_there(version.incarnation):
+        if self._current(machine) and self._all_alive(version.incarnation):
             self.completed = max(self.completed or version, version)
             if orders is None or not orders.exposed:
                 self._promise(version)
@@ -114,8 +114,8 @@ class Rules:
         if all(version != hurt for _, hurt in self.hurt):
             self.promise = max(self.promise or version, version)
 
-    def _all_there(self, incarnation: Incarnation) -> bool:
-        """Words of a job that has lost a node meanwhile promise nothing: what they speak of may be gone with it."""
+    def _all_alive(self, incarnation: Incarnation) -> bool:
+        """Messages of a job that has lost a node meanwhile promise nothing: the version may be lost with it."""
         launcher = self.world.launcher
         if launcher.unwanted or not all(self.world.machines[node_id].alive for node_id in launcher.order):
             return False
@@ -129,7 +129,7 @@ class Rules:
             else None
         )
 
-    # 1 and 2: what is there
+    # 1 and 2: what is held
 
     def memory_changed(self) -> None:
         if self.promise is not None:
@@ -160,7 +160,7 @@ class Rules:
         for group in cover.groups:
             hurt = self._hurt(group, cover.version)
             whole = all(self._intact(group, p, cover) for p in range(len(group.members)) if p not in hurt)
-            # A newer version that all hold takes its place, and nobody knows what we flipped in that one.
+            # A newer version that all hold replaces it, and bits of that one may have been flipped.
             excused = any(version > cover.version for _, version in self.hurt)
             if not whole and not excused and not self._survives(cover, group, hurt):
                 where = [group.members[p] for p in range(len(group.members)) if not self._intact(group, p, cover)]
@@ -188,14 +188,14 @@ class Rules:
         for more in range(group.losses - len(hurt) + 1):
             for lost in itertools.combinations([m for m in group.members if m in present], more):
                 left = [machine for node_id, machine in present.items() if node_id not in lost]
-                if not any(self._can_be_had(version, left) for version in self._versions(cover.version, left)):
+                if not any(self._obtainable(version, left) for version in self._versions(cover.version, left)):
                     return False
         return True
 
     def _versions(self, floor: Version, left: list[Machine]) -> set[Version]:
         return {slot.whole[1] for machine in left for slot in machine.slots() if slot.whole and slot.whole[1] >= floor}
 
-    def _can_be_had(self, version: Version, left: list[Machine]) -> bool:
+    def _obtainable(self, version: Version, left: list[Machine]) -> bool:
         """All its ranks, from what these nodes hold."""
         held = {
             slot.whole[0]
@@ -257,7 +257,7 @@ class Rules:
             assert flipped or slot.sound((trainer.rank, version)), (
                 f"rule 3: rank {trainer.rank} gets {slot} for {version}"
             )
-            if self._all_there(trainer.incarnation):
+            if self._all_alive(trainer.incarnation):
                 self._promise(version)
 
     def refused(self, trainer: FakeTrainer, message: Refused) -> None:

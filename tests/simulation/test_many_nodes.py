@@ -67,7 +67,7 @@ def test_a_version_stays_protected_while_the_exchange_of_the_next_one_is_frozen(
 
 
 def test_more_nodes_than_the_code_covers_are_refused_with_the_reason_and_nothing_older_is_made_up() -> None:
-    """The job is told why, instead of starting from step 0."""
+    """The job is refused with the reason, instead of starting from step 0."""
     for seed in range(5):
         world = started(seed, Setting(4, losses=1))
         world.rules.cover = world.rules.promise = None  # what follows is not covered

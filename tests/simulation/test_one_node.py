@@ -6,11 +6,11 @@ keeper is killed and adopts what others hold, a slot is damaged. In every other 
 incarnations and gives back what it holds, arena by arena, while new trainers may be registering. After every
 action the rules are checked:
 
-    1  once a version was called complete there is always one at least as new whose slots are whole
-    2  what is restored is the same version on all ranks, and not older than the last one called complete
+    1  once a version was reported complete there is always one at least as new whose slots are whole
+    2  what is restored is the same version on all ranks, and not older than the last one reported complete
     3  a slot that holds a retained version is never granted
-    4  a rank never sees a snapshot that was not sealed for exactly the bytes it holds
-    5  after the last fault snapshots go on
+    4  a rank never gets a snapshot that was not sealed for exactly the bytes it holds
+    5  after the last fault snapshots continue
     6  a rank is never granted a slot that it is writing
 """
 
@@ -119,7 +119,7 @@ class World:
         self.ids = iter(range(1, 1_000_000))
         self.now = 0.0
         self.round = 0
-        self.told: Version | None = None
+        self.completed: Version | None = None
         self.steps_done = 0
         self.doomed = self.settled = False
         self.sizes = dict.fromkeys(range(ranks), 1)
@@ -131,7 +131,7 @@ class World:
 
     # Carrying effects out
 
-    def tell(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         self.now += 0.001
         for trainer in self.trainers.values():
             self.core.progress[trainer.index] = trainer.progress
@@ -152,7 +152,7 @@ class World:
         elif isinstance(effect, Kill):
             victim = next(t for t in [*self.trainers.values(), *self.old] if t.pid == effect.pid)
             victim.alive = False
-            self.tell(ProcessDied(victim.pid))
+            self.handle(ProcessDied(victim.pid))
         elif isinstance(effect, Send):
             self.deliver(effect)
         elif isinstance(effect, SendSnapshot):
@@ -168,7 +168,7 @@ class World:
         slots, size = [FakeSlot() for _ in range(self.slots)], effect.wanted.need.payload_bytes
         arena = FakeArena(f"arena{next(self.ids)}", effect.local_index, slots, size, effect.generation)
         self.arenas[arena.arena_id] = arena
-        self.tell(self.describe(arena))
+        self.handle(self.describe(arena))
         self.doomed = self.settled and self.random.random() < 0.1  # it dies before its answer has arrived
         if not self.doomed:
             self.deliver(Send(effect.conn, ArenaGiven(arena.arena_id, 1, True, effect.wanted.ticket)))
@@ -195,7 +195,7 @@ class World:
         trainer = next((t for t in self.trainers.values() if t.conn == effect.conn and t.alive), None)
         message = effect.message
         if isinstance(message, Complete):
-            self.told = max(self.told, message.version) if self.told else message.version
+            self.completed = max(self.completed, message.version) if self.completed else message.version
         if trainer is None:
             return
         if isinstance(message, Registered):
@@ -214,7 +214,7 @@ class World:
         elif (version := getattr(message, "version", None)) is not None:
             trainer.outcomes = [outcome for outcome in trainer.outcomes if outcome.version != version]
 
-    # Lives
+    # Restarts and deaths
 
     old: list[FakeTrainer] = []
 
@@ -225,11 +225,11 @@ class World:
         for trainer in dead:
             if trainer.alive and self.random.random() < 0.7:
                 trainer.alive = False
-                self.tell(ProcessDied(trainer.pid))
+                self.handle(ProcessDied(trainer.pid))
         self.round += 1
         self.trainers = {i: FakeTrainer(i, next(self.ids), next(self.ids)) for i in range(self.ranks)}
         self.restored: dict[int, Version | None] = {}
-        self.settled, told = False, self.told
+        self.settled, completed = False, self.completed
         agreed = Incarnation(self.round, self.random.getrandbits(63)) if self.launcher else None
         for trainer in self.trainers.values():
             self.give_back(self.random.randrange(3))
@@ -237,12 +237,12 @@ class World:
                 trainer.index, self.ranks, trainer.index, self.ranks, agreed, f"round{self.round}", 0, 1, self.slots,
                 -1, no_holder=not self.launcher,
             )  # fmt: skip
-            self.tell(TrainerRegisters(trainer.conn, trainer.pid, True, register, self.random.getrandbits(63)))
+            self.handle(TrainerRegisters(trainer.conn, trainer.pid, True, register, self.random.getrandbits(63)))
         self.give_back()
         while self.work:
             self.do_work()
         for trainer in self.trainers.values():
-            self.tell(FromTrainer(trainer.conn, WantRestore(1)))
+            self.handle(FromTrainer(trainer.conn, WantRestore(1)))
         while self.work:
             self.do_work()
         versions = set(self.restored.values())
@@ -250,41 +250,43 @@ class World:
         assert len(versions) == 1, f"rule 2: {versions}"
         (version,) = versions
         if self.may_damage is False or not self.damage_done:
-            assert told is None or (version is not None and version >= told), f"rule 2: {version} after {told}"
+            assert completed is None or (version is not None and version >= completed), (
+                f"rule 2: {version} after {completed}"
+            )
         for trainer in self.trainers.values():
             self.want_arena(trainer)
             self.move_in(trainer)
-            self.tell(FromTrainer(trainer.conn, Loaded(version.step if version else None, 1)))
+            self.handle(FromTrainer(trainer.conn, Loaded(version.step if version else None, 1)))
             trainer.ready = True
         self.settled = True
         if version is not None and self.damage_done:
-            self.told = version
+            self.completed = version
         self.damage_done = False
 
     damage_done = False
 
     def kill_keeper(self) -> None:
-        """A new core knows only what the arenas say and what trainers repeat."""
+        """A new core has only what the arenas hold and what trainers send again."""
         self._new_core()
         living = [t for t in self.trainers.values() if t.alive]
         self.give_back()
         self.random.shuffle(living)
         for trainer in living:
             trainer.conn = next(self.ids)
-            trainer.outbox.clear()  # what was on its way is lost; the last words are said again
+            trainer.outbox.clear()  # what was in flight is lost; the last outcomes are sent again
             register = Register(
                 trainer.index, self.ranks, trainer.index, self.ranks, trainer.incarnation, f"round{self.round}", 0, 1,
                 self.slots, trainer.progress, rejoin=True, arena_id=trainer.given or trainer.arena_id,
                 no_holder=not self.launcher,
             )  # fmt: skip
-            self.tell(TrainerRegisters(trainer.conn, trainer.pid, True, register, self.random.getrandbits(63)))
+            self.handle(TrainerRegisters(trainer.conn, trainer.pid, True, register, self.random.getrandbits(63)))
             trainer.outbox += [FromTrainer(trainer.conn, outcome) for outcome in trainer.outcomes]
 
     # What trainers and threads do
 
     def want_arena(self, trainer: FakeTrainer) -> None:
         size = self.sizes[trainer.index]
-        self.tell(FromTrainer(trainer.conn, WantArena(SnapshotSize(size, size, size), self.slots, 0, 1)))
+        self.handle(FromTrainer(trainer.conn, WantArena(SnapshotSize(size, size, size), self.slots, 0, 1)))
 
     def move_in(self, trainer: FakeTrainer) -> None:
         if trainer.arena_id != trainer.given:
@@ -353,7 +355,7 @@ class World:
         slot = arena.slots[effect.slot]
         if isinstance(effect, VerifySlot):
             sound = not slot.writing and slot.sealed == slot.content == effect.version and not slot.damaged
-            self.tell(SlotVerified(arena.arena_id, effect.slot, effect.version, "" if sound else "damaged"))
+            self.handle(SlotVerified(arena.arena_id, effect.slot, effect.version, "" if sound else "damaged"))
             return
         whole = slot.content is not None and not slot.writing and effect.version in (None, slot.content)
         resealed = slot.sealed == slot.content
@@ -362,9 +364,9 @@ class World:
         if ok:
             slot.sealed = slot.content
         if ok and slot.content is not None:
-            self.tell(SlotSealed(arena.arena_id, effect.slot, slot.content, self.info(slot.content, arena)))
+            self.handle(SlotSealed(arena.arena_id, effect.slot, slot.content, self.info(slot.content, arena)))
         else:
-            self.tell(SlotSealed(arena.arena_id, effect.slot, effect.version, problem="not whole"))
+            self.handle(SlotSealed(arena.arena_id, effect.slot, effect.version, problem="not whole"))
 
     def info(self, version: Version, arena: FakeArena) -> SnapshotInfo:
         return SnapshotInfo(version, arena.local_index, self.ranks, self.ranks, 1)
@@ -392,7 +394,7 @@ class World:
                 choices += [(self.outgrow, trainer)] * (
                     faults and self.grows and lag < 2 and not (trainer.busy or trainer.given)
                 )
-                choices += [(self.hear, trainer)] * (3 if trainer.outbox else 0)
+                choices += [(self.deliver_next, trainer)] * (3 if trainer.outbox else 0)
         choices += [(self.do_work, None)] * (4 if self.work else 0)
         if faults and self.random.random() < 0.02:
             choices = [(self.random.choice([self.restart, self.kill_keeper, self.kill_both]), None)]
@@ -418,15 +420,15 @@ class World:
             self.to_give_back.append(LauncherSeen(1))
 
     def give_back(self, count: int = 1_000_000) -> None:
-        """So much of what the new keeper lacks; the launcher's word comes last."""
+        """Give back part of what the new keeper lacks; the launcher reports last."""
         for _ in range(min(count, len(self.to_give_back))):
-            self.tell(self.to_give_back.pop(0))
+            self.handle(self.to_give_back.pop(0))
 
-    def hear(self, trainer: FakeTrainer) -> None:
-        self.tell(trainer.outbox.pop(0))
+    def deliver_next(self, trainer: FakeTrainer) -> None:
+        self.handle(trainer.outbox.pop(0))
 
     def check(self) -> None:
-        if self.told is None:
+        if self.completed is None:
             return
         whole: dict[Version, set[int]] = {}
         for arena in self.arenas.values():
@@ -434,8 +436,8 @@ class World:
                 if slot.content is not None and not slot.writing:
                     whole.setdefault(slot.content, set()).add(arena.local_index)
         best = max((v for v, ranks in whole.items() if len(ranks) == self.ranks), default=None)
-        assert best is not None, f"rule 1: nothing is left of {self.told}"
-        assert best >= self.told, f"rule 1: {best} after {self.told}"
+        assert best is not None, f"rule 1: nothing is left of {self.completed}"
+        assert best >= self.completed, f"rule 1: {best} after {self.completed}"
 
 
 @pytest.mark.parametrize(("ranks", "slots"), [(1, 2), (2, 2), (3, 2), (2, 3), (4, 4)])
@@ -455,11 +457,11 @@ def live(world: World) -> None:
     world.restart()
     for _ in range(world.random.randrange(50, 400)):
         world.act(faults=True)
-    before = world.told
+    before = world.completed
     for _ in range(400):
         world.act(faults=False)
-    assert world.told is not None, "rule 5"
-    assert world.told != before, f"rule 5: nothing after {before}"
+    assert world.completed is not None, "rule 5"
+    assert world.completed != before, f"rule 5: nothing after {before}"
 
 
 @pytest.mark.parametrize("slots", [2, 3])
@@ -471,9 +473,9 @@ def test_a_damaged_version_falls_back_or_is_refused_and_is_never_handed_out(slot
         for _ in range(world.random.randrange(60, 120)):
             world.act(faults=False)
         world.damage()
-        told = refusal_of(world)
-        assert not told or ("refused" in told and "cannot be given back" in told), f"seed {seed}: {told}"
-        handed_back, refused = handed_back + (not told), refused + bool(told)
+        problem = refusal_of(world)
+        assert not problem or ("refused" in problem and "cannot be given back" in problem), f"seed {seed}: {problem}"
+        handed_back, refused = handed_back + (not problem), refused + bool(problem)
     assert handed_back
     assert refused
 

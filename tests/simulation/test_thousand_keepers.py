@@ -1,7 +1,7 @@
 """A thousand keepers without faults: what a report costs the coordinator, and what a version costs each node.
 
-The coordinator hears every node: its work per version grows with their number and no faster. A node hears its
-coordinator and its group: its work does not grow at all.
+Every node reports to the coordinator: its work per version grows with their number and no faster. A node
+exchanges messages with its coordinator and its group: its work does not grow at all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_GROWTH = 2.0
 
 
 class Neighbours(Network):
-    """Links to the coordinator and within groups only: what is measured is the keepers."""
+    """Links to the coordinator and within groups only: the keepers are measured, not the network."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -44,8 +44,8 @@ class Neighbours(Network):
         return [found[n] for n in self.near[machine.node_id] if n != machine.node_id and n in found]
 
 
-class Blind(Rules):
-    """Looking at all memories all the time is for small jobs."""
+class NoRules(Rules):
+    """No rule is checked: reading all memories after every event is for small jobs."""
 
     def memory_changed(self) -> None: ...
 
@@ -61,9 +61,9 @@ class Counted(World):
     def __init__(self, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.report_lines: list[int] = []
         self.node_lines: list[int] = []
-        self.heard = self.told = 0
+        self.num_events = self.num_orders = 0
         monkeypatch.setattr("world_of_many.Network", Neighbours)
-        monkeypatch.setattr("world_of_many.Rules", Blind)
+        monkeypatch.setattr("world_of_many.Rules", NoRules)
         super().__init__(5, Setting(nodes, losses=1, slots=3))
         self.step_s, self.drop_rate, self.twice_rate, self.slow_rate, self.void_rate = 0.5, 0.0, 0.0, 0.0, 0.0
         real = Core.handle
@@ -76,8 +76,8 @@ class Counted(World):
             if core.card.node_id == "n9":
                 self.node_lines.append(count.lines)
                 return effects
-            self.heard += 1
-            self.told += sum(isinstance(effect, SendToPeer) for effect in effects)
+            self.num_events += 1
+            self.num_orders += sum(isinstance(effect, SendToPeer) for effect in effects)
             if isinstance(event, PeerMessage) and isinstance(event.message, Report):
                 self.report_lines.append(count.lines)
             return effects
@@ -91,14 +91,14 @@ class Counted(World):
     def figures(self) -> dict[str, float]:
         """Of the second protected version: what is measured, and what is counted."""
         self.protect()
-        self.heard = self.told = 0
+        self.num_events = self.num_orders = 0
         self.protect()
         nodes = self.setting.nodes
         return {
             "lines per report": median(self.report_lines),
             "lines per event of a node": median(self.node_lines),
-            "events of the coordinator per version and node": self.heard / nodes,
-            "orders per version and node": self.told / nodes,
+            "events of the coordinator per version and node": self.num_events / nodes,
+            "orders per version and node": self.num_orders / nodes,
         }
 
 

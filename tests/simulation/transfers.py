@@ -1,6 +1,6 @@
-"""Bytes between simulated nodes: an exchange that encodes parity, and a snapshot that is fetched or rebuilt.
+"""Transfers between simulated nodes: an exchange that encodes parity, and a snapshot that is fetched or rebuilt.
 
-Nothing moves but time: what counts is whether every source has, at the moment it is read, exactly what it should.
+No bytes are copied: each read checks that its source holds, at that moment, exactly the bytes it should.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from keepstep.types import SnapshotInfo
 if TYPE_CHECKING:
     from machines import Machine
 
-SAY_S = 0.2
+REPORT_S = 0.2
 RETRY_S = 0.2
 TRIES = 3
 READS_PER_MEMBER = 2
 
 
-class Exchanging:
+class Exchange:
     """One exchange of one node: every member's data is read twice, at different times, before parity is placed."""
 
     def __init__(self, machine: Machine, effect: StartExchange) -> None:
         self.machine, self.effect, self.world = machine, effect, machine.world
-        self.stopped, self.tries, self.moved, self.said_at = False, 0, 0, -1.0
+        self.stopped, self.tries, self.moved, self.reported_at = False, 0, 0, -1.0
         self.ranks: dict[str, tuple[int, ...]] = {}
         self.pace_s = self.world.random.choice(self.world.setting.pace_s)
         self.reads = list(effect.members) * READS_PER_MEMBER
@@ -47,7 +47,7 @@ class Exchanging:
         member = self.reads[0]
         source = self.world.machines.get(member)
         if member != machine.node_id and (source is None or not self.world.network.reaches(machine.node_id, member)):
-            self._next(RETRY_S)  # patient: a peer that cannot be reached is asked again until somebody stops this
+            self._next(RETRY_S)  # a peer that cannot be reached is asked again until the exchange is stopped
             return
         assert source is not None
         version = effect.key.version
@@ -61,9 +61,9 @@ class Exchanging:
         if not self.reads:
             self._placed()
             return
-        if self.world.now - self.said_at >= SAY_S:
-            self.said_at = self.world.now
-            machine.hear(ExchangeAdvanced(effect.key, self.moved))
+        if self.world.now - self.reported_at >= REPORT_S:
+            self.reported_at = self.world.now
+            machine.handle(ExchangeAdvanced(effect.key, self.moved))
         self._next(self.pace_s)
 
     def _failed(self, source: Machine, bad: list[int]) -> None:
@@ -71,13 +71,13 @@ class Exchanging:
         if self.tries < TRIES:
             self._next(RETRY_S)
             return
-        for rank in bad:  # the source looks at what it sent
+        for rank in bad:  # the source verifies what it sent
             for arena in source.arenas.values():
                 for index, slot in enumerate(arena.slots):
                     if slot.whole == (rank, self.effect.key.version) and slot.sealed == self.effect.key.version:
                         source.in_this_life(0.02, source.verify, arena.arena_id, index, slot.sealed)
         problem = f"{source.node_id} does not have what its manifest says"
-        self.machine.hear(ExchangeAdvanced(self.effect.key, self.moved, problem))
+        self.machine.handle(ExchangeAdvanced(self.effect.key, self.moved, problem))
 
     def _placed(self) -> None:
         machine, effect = self.machine, self.effect
@@ -88,11 +88,11 @@ class Exchanging:
         )  # fmt: skip
         machine.parities[found.buffer_id] = FakeParity(found)
         machine.adopted.add(found.buffer_id)
-        machine.hear(ParityPlaced(found, self.moved))
+        machine.handle(ParityPlaced(found, self.moved))
 
 
-class Bringing:
-    """A rank's snapshot on its way here: it arrives if its sources really have it."""
+class Fetch:
+    """The fetch of a rank's snapshot: it succeeds if its sources hold it."""
 
     def __init__(self, machine: Machine, effect: FetchSnapshot) -> None:
         self.machine, self.effect, self.world = machine, effect, machine.world
@@ -106,7 +106,7 @@ class Bringing:
     def _try(self) -> None:
         machine, effect, piece = self.machine, self.effect, self.effect.piece
         if self.stopped:
-            machine.hear(SnapshotFetched(effect.plan, piece.rank, "", 0, None))
+            machine.handle(SnapshotFetched(effect.plan, piece.rank, "", 0, None))
             return
         failed = self._failed_source(piece)
         if failed is not None:
@@ -114,9 +114,9 @@ class Bringing:
             if self.tries < TRIES:
                 self._next(RETRY_S)
                 return
-            machine.hear(SnapshotFetched(effect.plan, piece.rank, "", 0, None, (failed,)))
+            machine.handle(SnapshotFetched(effect.plan, piece.rank, "", 0, None, (failed,)))
             return
-        if self.place is None:  # its first bytes are here: from now on the slot is being written
+        if self.place is None:  # from its first bytes on the slot is being written
             self._begin()
             self._next(0.05)
             return
@@ -146,10 +146,10 @@ class Bringing:
             machine.fetched_arenas[arena.arena_id] = arena
             added = arena.describe()
         info = SnapshotInfo(piece.version, piece.rank, self.world.setting.world_size, effect.local_world_size, 1)
-        machine.hear(SnapshotFetched(effect.plan, piece.rank, arena.arena_id, index, info, added=added))
+        machine.handle(SnapshotFetched(effect.plan, piece.rank, arena.arena_id, index, info, added=added))
 
     def _failed_source(self, piece: RankSource) -> Failure | None:
-        """The first source that does not give what the plan counts on, as `keeper.bringing` would say it."""
+        """The first source that does not hold what the plan names, as a real fetch would report it."""
         for node_id, rank in self._sources(piece):
             source = self.world.machines.get(node_id)
             away = node_id != self.machine.node_id and not self.world.network.reaches(self.machine.node_id, node_id)

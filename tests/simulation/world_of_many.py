@@ -1,8 +1,8 @@
-"""Many nodes in one thread: real cores, and clock, network, memory, trainers and launcher on paper. One seed, one life.
+"""Many simulated nodes in one thread: real cores; clock, network, memory, trainers and launcher are fakes.
 
-Everything that happens is an entry of one queue in fake time, so a seed that fails is the same seed tomorrow. The test
-plays the launcher: it pins the order of nodes, draws incarnations and puts a spare where a node was lost. `rules` looks
-at all memories and all orders after whatever changed them; `mayhem` does the damage.
+Everything that happens is an entry of one queue in fake time, so a seed always gives the same run. The test plays the
+launcher: it sets the order of nodes, draws incarnations and replaces a lost node by a spare. `rules` checks all
+memories and all orders after every change; `mayhem` injects the faults.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class World:
         self.now = 0.0
         self.handled = 0
         self.trace: list[tuple[float, str, Event, list[Effect]]] | None = None
-        """set it to [] to see what every keeper heard and did"""
+        """set to []: events and effects of every keeper are recorded"""
         self.ids = itertools.count(1)
         self.drop_rate, self.twice_rate, self.slow_rate, self.void_rate = 0.02, 0.03, 0.08, 0.02
         self.step_s = self.random.uniform(0.1, 0.4)
@@ -88,11 +88,11 @@ class World:
 class Link:
     up: bool = False
     epoch: int = 0
-    heard_until: dict[str, float] = field(default_factory=dict)
+    received_until: dict[str, float] = field(default_factory=dict)
 
 
 class Network:
-    """Links come and go; words are late, out of order, doubled or lost. Only a link that is down stops all of them."""
+    """Links fail and recover; messages are late, out of order, doubled or lost."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -110,7 +110,7 @@ class Network:
         self.recompute(self.world.machines[pair[0]])
 
     def recompute(self, machine: Machine) -> None:
-        """Something about this node has changed: which of its links are up now?"""
+        """Something about this node has changed: compute which of its links are up now."""
         for other in self.others(machine):
             pair = _pair(machine.node_id, other.node_id)
             link = self.links.setdefault(pair, Link())
@@ -127,13 +127,13 @@ class Network:
         """Both have the secret of the run, and one of them knows where the other's keeper is now."""
         if not (one.alive and other.alive and one.core and other.core) or one.frozen or other.frozen:
             return False
-        mine, theirs = one.met.get(other.node_id), other.met.get(one.node_id)
-        return bool(one.met and other.met) and (mine == other.card.instance or theirs == one.card.instance)
+        mine, theirs = one.peers.get(other.node_id), other.peers.get(one.node_id)
+        return bool(one.peers and other.peers) and (mine == other.card.instance or theirs == one.card.instance)
 
     def _notify(self, link: Link, side: Machine, peer: str, up: bool) -> None:
-        at = max(self.world.now + self.world.random.uniform(0.01, 0.2), link.heard_until.get(side.node_id, 0.0))
-        link.heard_until[side.node_id] = at
-        side.in_this_life(at - self.world.now, side.hear, PeerLink(peer, up, "" if up else "cut"))
+        at = max(self.world.now + self.world.random.uniform(0.01, 0.2), link.received_until.get(side.node_id, 0.0))
+        link.received_until[side.node_id] = at
+        side.in_this_life(at - self.world.now, side.handle, PeerLink(peer, up, "" if up else "cut"))
 
     def freeze(self, machine: Machine, for_s: float) -> None:
         machine.freeze(for_s)
@@ -154,16 +154,16 @@ class Network:
         for _ in range(2 if draw.random() < self.world.twice_rate else 1):
             slow = draw.random() < self.world.slow_rate
             delay_s = draw.uniform(0.02, 0.7) if slow else draw.uniform(0.001, 0.02)
-            word = PeerMessage(sender.node_id, effect.message)
-            target.in_this_life(delay_s, self._deliver, link, link.epoch, target, word)
+            message = PeerMessage(sender.node_id, effect.message)
+            target.in_this_life(delay_s, self._deliver, link, link.epoch, target, message)
 
-    def _deliver(self, link: Link, epoch: int, target: Machine, word: PeerMessage) -> None:
+    def _deliver(self, link: Link, epoch: int, target: Machine, message: PeerMessage) -> None:
         if link.epoch == epoch:
-            target.hear(word)
+            target.handle(message)
 
 
 class Training:
-    """The job's own rhythm: no rank begins a step before all have done the one before."""
+    """The job in step: no rank begins a step before all have finished the one before."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -182,7 +182,7 @@ class Training:
 
 
 class Launcher:
-    """What the agents agree on: who is in the next incarnation, and when it begins."""
+    """The agents: they agree on the nodes of the next incarnation, and when it begins."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -204,7 +204,7 @@ class Launcher:
         self.world.machines[node_id] = Machine(self.world, node_id)
         return node_id
 
-    def notice(self, trainer: FakeTrainer) -> None:
+    def noticed(self, trainer: FakeTrainer) -> None:
         if any(trainer is one for _, one in self.trainers):
             self.again(self.world.random.uniform(0.1, 0.6))
 
@@ -270,22 +270,27 @@ class Launcher:
                 machine.kill_trainer(trainer)
         mine = [trainer for home, trainer in self.trainers if home is machine]
         self.old += machine.trainers
-        machine.told = Membership(incarnation, self._cards(self.order), rank, b"secret", self._cards(self.former))
+        machine.membership = Membership(incarnation, self._cards(self.order), rank, b"secret", self._cards(self.former))
         if machine.core is not None:
-            machine.introduce(machine.told)
+            machine.introduce(machine.membership)
         machine.start_trainers(mine)
 
     def keeper_moved(self) -> None:
-        """Agents publish where their keepers are, and tell their own keepers of the others."""
+        """Agents publish the addresses of their keepers, and send their own keepers those of the others."""
         for rank, node_id in enumerate(self.order):
             machine = self.world.machines[node_id]
-            told = machine.told
-            if machine.core is None or told is None or told.incarnation.number != self.number or told.node_rank != rank:
+            known = machine.membership
+            if (
+                machine.core is None
+                or known is None
+                or known.incarnation.number != self.number
+                or known.node_rank != rank
+            ):
                 continue
             nodes = self._cards(self.order)
-            if nodes != told.nodes:
-                told = Membership(told.incarnation, nodes, rank, told.secret, told.former)
-                machine.at(self.world.random.uniform(0, 0.2), machine.introduce, told)
+            if nodes != known.nodes:
+                membership = Membership(known.incarnation, nodes, rank, known.secret, known.former)
+                machine.at(self.world.random.uniform(0, 0.2), machine.introduce, membership)
 
     def _cards(self, node_ids: list[str]) -> list[NodeCard]:
         return [self.world.machines[node_id].card for node_id in node_ids]

@@ -1,6 +1,6 @@
-"""The keeper's core with everything around it on paper: arenas have grant, ledger and slots as they would be read back.
+"""A real core and fake arenas, which hold grant, ledger and slots as they would be read from their headers.
 
-A new core can adopt them at any moment. Nothing here has a will of its own: tests say who does what, and when.
+A new core can adopt them at any moment. Nothing happens by itself: tests decide who does what, and when.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ NEED = SnapshotSize(1, 1, 1)
 
 
 @dataclasses.dataclass
-class Paper:
-    """An arena as its bytes would tell it."""
+class FakeArena:
+    """An arena as its headers describe it."""
 
     arena_id: str
     index: int
@@ -66,16 +66,16 @@ class Paper:
 class Node:
     def __init__(self, ranks: int = 1, slots: int = 2) -> None:
         self.ranks, self.slots = ranks, slots
-        self.arenas: dict[str, Paper] = {}
+        self.arenas: dict[str, FakeArena] = {}
         self.sent: list[tuple[int, Any]] = []
         self.progress = dict.fromkeys(range(ranks), -1)
         self.seals: list[SealSlot] = []
         self.stop_after: int | None = None
-        """the keeper dies after so many more effects"""
+        """the number of effects after which the keeper dies"""
         self.incarnation: Incarnation | None = None
         self.core = Core(Config())
 
-    def do(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         self.core.progress.update(self.progress)
         for effect in self.core.handle(event, 0.0):
             if self.stop_after is not None:
@@ -100,18 +100,18 @@ class Node:
         elif isinstance(effect, SealSlot):
             self.seals.append(effect)
         elif isinstance(effect, VerifySlot):
-            self.do(SlotVerified(effect.arena_id, effect.slot, effect.version))
+            self.handle(SlotVerified(effect.arena_id, effect.slot, effect.version))
         elif isinstance(effect, CreateArena):
             wanted = effect.wanted
-            made = Paper(f"{effect.local_index}.{effect.generation}", effect.local_index, wanted.need,
+            made = FakeArena(f"{effect.local_index}.{effect.generation}", effect.local_index, wanted.need,
                          effect.generation, [("free", None)] * wanted.slots)  # fmt: skip
             self.arenas[made.arena_id] = made
-            self.do(self.described(made))
+            self.handle(self.described(made))
             self.sent.append((effect.conn, ArenaGiven(made.arena_id, 1, True, wanted.ticket)))
         elif isinstance(effect, DropArena):
             del self.arenas[effect.arena_id]
 
-    def described(self, arena: Paper) -> ArenaAdded:
+    def described(self, arena: FakeArena) -> ArenaAdded:
         found = tuple(
             SlotFound(i, state, self.info(version, arena.index) if version is not None else None)
             for i, (state, version) in enumerate(arena.slots)
@@ -136,25 +136,25 @@ class Node:
         agreed: Incarnation | None = None,
         label: str = "round",
     ) -> None:
-        """`agreed`: by a launcher that holds the memory too. Otherwise there is none."""
+        """`agreed`: by a launcher, which holds the memory too. Otherwise the job has no launcher."""
         incarnation = agreed or (self.incarnation if known else None)
         register = Register(
             index, self.ranks, index, self.ranks, incarnation, label, 0, 1, self.slots,
             self.progress[index], rejoin, 1, arena_id, no_holder=agreed is None,
         )  # fmt: skip
-        self.do(TrainerRegisters(index, pid or 100 + index, True, register, 77))
+        self.handle(TrainerRegisters(index, pid or 100 + index, True, register, 77))
 
     def start(self) -> None:
         """A first start, up to the first grant."""
         for index in range(self.ranks):
             self.register(index, known=False)
         for index in range(self.ranks):
-            self.do(FromTrainer(index, WantRestore(2)))
-            self.do(FromTrainer(index, WantArena(NEED, self.slots, 0, 3)))
-            self.do(FromTrainer(index, Loaded(None, 4)))
+            self.handle(FromTrainer(index, WantRestore(2)))
+            self.handle(FromTrainer(index, WantArena(NEED, self.slots, 0, 3)))
+            self.handle(FromTrainer(index, Loaded(None, 4)))
         assert all(self.own(index).grant for index in range(self.ranks))
 
-    def own(self, index: int) -> Paper:
+    def own(self, index: int) -> FakeArena:
         return max((a for a in self.arenas.values() if a.index == index), key=lambda a: a.generation)
 
     def version(self, step: int) -> Version:
@@ -162,7 +162,7 @@ class Node:
         return Version(self.incarnation, step)
 
     def write(self, index: int, step: int, *, slot: int | None = None) -> int:
-        """The trainer begins to write: the slot is nobody's until it commits."""
+        """The trainer begins to write: its header describes the slot as free until it commits."""
         arena = self.own(index)
         if slot is None:
             grant = self._usable(index)
@@ -173,19 +173,19 @@ class Node:
         return slot
 
     def _usable(self, index: int) -> NodeGrant:
-        """The oldest that stands in the rank's arena and was not used."""
+        """The oldest grant in the rank's arena that was not used."""
         page = self.own(index).grant
         assert page is not None
         there = {grant.serial for grant in page.both}
         return next(g for g in self.core.grants.open if g.serial in there and not g.resolved_for(index))
 
-    def commit(self, index: int, step: int, slot: int, *, say: bool = True) -> None:
+    def commit(self, index: int, step: int, slot: int, *, report: bool = True) -> None:
         self.own(index).slots[slot] = ("committed", self.version(step))
-        if say:
-            self.say_committed(index, step, slot)
+        if report:
+            self.report_commit(index, step, slot)
 
-    def say_committed(self, index: int, step: int, slot: int) -> None:
-        self.do(FromTrainer(index, Committed(self.own(index).arena_id, slot, self.version(step))))
+    def report_commit(self, index: int, step: int, slot: int) -> None:
+        self.handle(FromTrainer(index, Committed(self.own(index).arena_id, slot, self.version(step))))
 
     def void(self, index: int, step: int, reason: str, *, slot: int | None = None) -> None:
         if slot is None:
@@ -193,10 +193,10 @@ class Node:
             assert grant is not None
             slot = grant.slot
         self.progress[index] = max(step, self.progress[index])
-        self.do(FromTrainer(index, Void(self.own(index).arena_id, slot, self.version(step), reason)))
+        self.handle(FromTrainer(index, Void(self.own(index).arena_id, slot, self.version(step), reason)))
 
     def seal(self) -> None:
-        """All that was asked for."""
+        """Carry out all seals that were requested."""
         while self.seals:
             effect = self.seals.pop(0)
             arena = self.arenas[effect.arena_id]
@@ -206,12 +206,12 @@ class Node:
             if fits:
                 arena.slots[effect.slot] = ("sealed", held)
             if fits and held is not None:
-                self.do(SlotSealed(arena.arena_id, effect.slot, held, self.info(held, arena.index)))
+                self.handle(SlotSealed(arena.arena_id, effect.slot, held, self.info(held, arena.index)))
             else:
-                self.do(SlotSealed(arena.arena_id, effect.slot, effect.version, problem="half written"))
+                self.handle(SlotSealed(arena.arena_id, effect.slot, effect.version, problem="half written"))
 
     def snapshot(self, step: int) -> None:
-        """A whole version on all ranks."""
+        """Take a snapshot on all ranks, up to complete."""
         for index in range(self.ranks):
             self.commit(index, step, self.write(index, step))
         self.seal()
@@ -230,33 +230,33 @@ class Node:
         if give_back:
             self.give_back(*self.arenas.values())
 
-    def give_back(self, *arenas: Paper) -> None:
+    def give_back(self, *arenas: FakeArena) -> None:
         for arena in arenas:
-            self.do(self.described(arena))
+            self.handle(self.described(arena))
 
-    def end_life(self, *, first_pid: int = 100) -> None:
+    def end_trainers(self, *, first_pid: int = 100) -> None:
         for index in range(self.ranks):
-            self.do(ProcessDied(first_pid + index))
+            self.handle(ProcessDied(first_pid + index))
 
     def restored(self) -> list[Version | None]:
-        """What all ranks are told, which are asked for nothing else."""
+        """The versions that were sent to the ranks to restore."""
         return [message.version for _, message in self.sent if isinstance(message, RestoreFrom)]
 
-    def works(self, step: int) -> None:
-        """Snapshots go on: the next takes lead to a complete version, whoever is still copying."""
+    def assert_snapshots_continue(self, step: int) -> None:
+        """The next takes lead to a complete version, whichever rank is still copying."""
         for attempt in range(4):
             waiting = [grant for grant in self.core.grants.open if not grant.resolved]
             if waiting and self._untouched(waiting[0]):
                 self.snapshot(max(step, waiting[0].step) + attempt)
                 return
             for grant in waiting:
-                for index in grant.slots if grant.void else ():  # who sees it uses it, though it is for nothing
+                for index in grant.slots if grant.void else ():  # a rank that has it uses it, although it is void
                     self.commit(index, grant.step, self.write(index, grant.step, slot=grant.slots[index]))
             self.seal()
         raise AssertionError(f"no grant is given any more: {self.core.grants}")
 
     def _untouched(self, grant: NodeGrant) -> bool:
-        """All ranks can see it, and none has used it."""
+        """All ranks have it in their arenas, and none has used it."""
         pages = (self.own(index).grant for index in range(self.ranks))
         seen = all(page is not None and grant.serial in {one.serial for one in page.both} for page in pages)
         return seen and len(grant.slots) == self.ranks and not any(map(grant.resolved_for, grant.slots))

@@ -1,4 +1,4 @@
-"""What a coordinator makes of units that do not fit together."""
+"""Which ranks and chunks the comparison names when units contradict each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keepstep.types import Version
 
 
 def shares(n: int, m: int, chunks: int, wrong: dict[int, set[int]], seed: int = 0) -> list[ReplicaAuditAnswer]:
-    """What n nodes with one rank each say; `wrong`: chunks that differ in the replica of a rank."""
+    """The answers of n nodes with one rank each; `wrong`: chunks that differ in the replica of a rank."""
     rng = random.Random(seed)
     right = [rng.randbytes(16) for _ in range(chunks)]
     other = [rng.randbytes(16) for _ in range(chunks)]
@@ -60,7 +60,7 @@ def test_turns_in_a_row_read_every_chunk_of_every_replica() -> None:
             assert any(find(shares(n, m, chunks, {rank: {chunk}}, turn)).chunks for turn in range(-(-n // m)))
 
 
-def test_rank_that_is_known_is_named_and_all_that_is_in_doubt_is_taken_out() -> None:
+def test_a_certain_rank_is_named_and_all_doubtful_chunks_are_listed() -> None:
     n, m, chunks = 6, 2, 16
     suspects = find(shares(n, m, chunks, {1: set(range(chunks)), 4: {0, 1, 2, 3}}))
     assert suspects.certain
@@ -69,13 +69,13 @@ def test_rank_that_is_known_is_named_and_all_that_is_in_doubt_is_taken_out() -> 
     assert not find(shares(n, m, chunks, {})).chunks
 
 
-def test_answer_that_lacks_units_accuses_nobody_of_what_is_there() -> None:
+def test_an_answer_that_lacks_units_names_no_rank() -> None:
     answers = shares(4, 1, 9, {})
     assert find([ReplicaAuditAnswer(), *answers]) == find(answers)
     assert find([]).chunks == ()
 
 
-def test_copies_are_judged_by_the_most() -> None:
+def test_the_minority_of_the_copies_is_named() -> None:
     def said(rank: int, *digests: bytes) -> ReplicaAuditAnswer:
         return ReplicaAuditAnswer(3, 0, tuple(ReplicaUnit(q, -1, rank, digest) for q, digest in enumerate(digests)))
 
@@ -97,7 +97,7 @@ def test_copies_are_judged_by_the_most() -> None:
     assert "one of ranks 0, 1 differs from the others" in verdict.reason
 
 
-def test_difference_that_is_gone_still_has_a_sentence() -> None:
+def test_a_difference_that_is_gone_still_has_a_reason() -> None:
     verdict = Comparison(ReplicaAudit(Version(3, 1), "class")).receive([ReplicaAuditAnswer(), ReplicaAuditAnswer()])
     assert verdict is not None
     assert "no longer" in verdict.reason

@@ -1,4 +1,4 @@
-"""What a coordinator says to each of a thousand nodes, and hears from them: by its size."""
+"""The size of orders and reports in a job of a thousand nodes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def size_of_orders(job: Coordinator) -> int:
     return max(len(messages.encode(job.orders_for(name))) for name in NAMES)
 
 
-def test_what_is_restored_is_said_once_for_each_node_and_not_for_ever() -> None:
+def test_the_plan_is_sent_to_each_node_until_all_have_loaded() -> None:
     job = Coordinator(NOW, dict.fromkeys(NAMES, ""), now=0.0, deadlines=Deadlines())
     first = reports()
     with counted_lines() as count:

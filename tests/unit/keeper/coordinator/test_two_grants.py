@@ -1,6 +1,6 @@
-"""Three slots: the next grant is given before the last one is written. Words of one must not count for the other.
+"""Three slots: the next grant is given before the last one is written. Reports of one must not count for the other.
 
-One version is complete, two may be on their way; they are used, committed and settled in order.
+One version is complete, two may be in progress; they are used, committed and closed in order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def begin_both(node: Node) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("slots", "given"), [(2, 1), (3, 2), (4, 2)])
-def test_so_many_may_be_written_at_once(slots: int, given: int) -> None:
+def test_so_many_snapshots_may_be_written_at_once(slots: int, given: int) -> None:
     node = started(slots=slots)
     open_grants = [grant for grant in node.core.grants.open if not grant.resolved]
     assert len(open_grants) == given
@@ -87,8 +87,8 @@ def test_the_first_can_be_void_without_harm_to_the_second() -> None:
     assert node.core.orders.active.complete == node.version(second)
 
 
-def test_both_are_known_to_the_keeper_that_comes_after() -> None:
-    """It would grant a slot again that is being written, or never hear the end of it."""
+def test_the_next_keeper_takes_over_both_grants() -> None:
+    """It would grant a slot that is being written, or never learn the outcome."""
     node = started(ranks=2)
     both = begin_both(node)
     before = grants(node)
@@ -101,11 +101,11 @@ def test_both_are_known_to_the_keeper_that_comes_after() -> None:
             node.commit(index, step, slot)
         node.seal()
         assert node.core.orders.active.complete == node.version(step)
-    node.works(both[-1][0] + 1)
+    node.assert_snapshots_continue(both[-1][0] + 1)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_words_of_both_are_heard_though_the_other_rank_is_not_back(lost: int) -> None:
+def test_reports_of_both_grants_are_kept_until_the_other_rank_is_back(lost: int) -> None:
     node = started(ranks=2)
     (first, slot), (second, other) = begin_both(node)
     node.replace_keeper()
@@ -120,15 +120,15 @@ def test_words_of_both_are_heard_though_the_other_rank_is_not_back(lost: int) ->
 
 
 @pytest.mark.parametrize("effects", range(6))
-def test_a_keeper_that_dies_while_it_gives_the_second_leaves_nothing_stuck(effects: int) -> None:
+def test_snapshots_continue_after_a_keeper_died_while_giving_the_second_grant(effects: int) -> None:
     node = started(ranks=2)
     first = node.core.grants.open[0]
     for index in range(2):
         node.write(index, first.step, slot=first.slots[index])
-        node.commit(index, first.step, first.slots[index], say=False)
+        node.commit(index, first.step, first.slots[index], report=False)
     node.stop_after = effects
-    node.say_committed(0, first.step, first.slots[0])
-    node.say_committed(1, first.step, first.slots[1])
+    node.report_commit(0, first.step, first.slots[0])
+    node.report_commit(1, first.step, first.slots[1])
     node.seal()
     node.replace_keeper()
     for index in range(2):
@@ -137,11 +137,11 @@ def test_a_keeper_that_dies_while_it_gives_the_second_leaves_nothing_stuck(effec
     complete = node.core.orders.active.complete
     assert complete is not None
     assert complete.step >= 0
-    node.works(first.step + 1)
+    node.assert_snapshots_continue(first.step + 1)
 
 
-def test_after_one_that_was_void_grants_wait_for_each_other_for_a_while() -> None:
-    """A rank could not keep up: what the others copied for that step was for nothing."""
+def test_grants_are_serialized_for_a_while_after_an_overlapping_one_was_void() -> None:
+    """A rank could not keep up: the copies of the others for that step were lost."""
     node = started()
     (first, slot), (second, other) = begin_both(node)
     node.void(0, second, "the snapshot before it is still being copied", slot=other)
@@ -153,7 +153,7 @@ def test_after_one_that_was_void_grants_wait_for_each_other_for_a_while() -> Non
         node.snapshot_under(waiting[0])
 
 
-def test_with_two_slots_nothing_is_given_ahead_whatever_happens() -> None:
+def test_with_two_slots_grants_never_overlap() -> None:
     node = started(slots=2)
     for step in range(1, 30):
         assert [grant.before for grant in grants(node)] == [None]
@@ -164,11 +164,11 @@ def test_with_two_slots_nothing_is_given_ahead_whatever_happens() -> None:
 
 
 def grow(node: Node, index: int = 0) -> None:
-    node.do(FromTrainer(index, WantArena(SnapshotSize(2, 2, 2), node.slots, 0, 9)))
+    node.handle(FromTrainer(index, WantArena(SnapshotSize(2, 2, 2), node.slots, 0, 9)))
 
 
 def written(node: Node, index: int, grant: Grant) -> tuple[int, str, int]:
-    """The rank begins to write. Returns (step, arena, slot), as it would say them."""
+    """The rank begins to write. Returns (step, arena, slot), as it would report them."""
     step = max(node.progress[index] + 1, grant.step)
     node.write(index, step, slot=grant.slot)
     return step, node.own(index).arena_id, grant.slot
@@ -183,11 +183,11 @@ def test_a_keeper_that_dies_while_a_rank_moves_finds_its_grants_in_the_new_arena
     node.register(0, rejoin=True, arena_id=node.own(0).arena_id)
     for number in range(6):
         (grant, *_) = [grant for grant in grants(node) if node.own(0).slots[grant.slot][0] == "free"] or grants(node)
-        node.works(grant.step + number)
+        node.assert_snapshots_continue(grant.step + number)
 
 
 @pytest.mark.parametrize("slots", [2, 3, 4])
-def test_a_rank_that_was_never_given_the_new_arena_goes_on_in_the_old_one(slots: int) -> None:
+def test_a_rank_that_never_received_the_new_arena_continues_in_the_old_one(slots: int) -> None:
     node = started(slots=slots)
     old = node.own(0).arena_id
     node.void(0, node._usable(0).step, "outgrown", slot=node._usable(0).slots[0])
@@ -201,13 +201,13 @@ def test_a_rank_that_was_never_given_the_new_arena_goes_on_in_the_old_one(slots:
         step = max(grant.step, node.progress[0] + 1)
         node.progress[0] = step
         node.arenas[old].slots[grant.slots[0]] = ("committed", node.version(step))
-        node.do(FromTrainer(0, Committed(old, grant.slots[0], node.version(step))))
+        node.handle(FromTrainer(0, Committed(old, grant.slots[0], node.version(step))))
         node.seal()
         assert node.core.orders.active.complete == node.version(step) != complete
 
 
-def test_a_void_of_the_old_arena_that_is_said_again_does_not_count_in_the_new_one() -> None:
-    """Though the keeper thinks that the rank is at its beginning, as it did while nothing stood in the new arena."""
+def test_a_repeated_void_of_the_old_arena_does_not_count_in_the_new_one() -> None:
+    """Though the keeper reads no progress of the rank, as while the new arena is empty."""
     node = started()
     for first, second in iter(lambda: grants(node), ()):
         if second.slot == 0:
@@ -217,7 +217,7 @@ def test_a_void_of_the_old_arena_that_is_said_again_does_not_count_in_the_new_on
     node.commit(0, first.step, first.slot)
     void = FromTrainer(0, Void(node.own(0).arena_id, second.slot, node.version(second.step), "outgrown"))
     node.progress[0] = second.step
-    node.do(void)
+    node.handle(void)
     grow(node)
     node.progress[0] = -1
     node.seal()
@@ -226,14 +226,14 @@ def test_a_void_of_the_old_arena_that_is_said_again_does_not_count_in_the_new_on
     written(node, 0, grant)
     node.replace_keeper()
     node.register(0, rejoin=True, arena_id=node.own(0).arena_id)
-    node.do(void)
+    node.handle(void)
     (same,) = [one for one in node.core.grants.open if one.serial == grant.serial]
     assert not same.resolved
     others = [one for one in node.core.grants.open if one.serial != grant.serial]
     assert all(one.slots[0] != grant.slot for one in others), "a slot is granted that is being written"
 
 
-def test_the_page_of_the_new_arena_names_no_grant_of_the_old_one() -> None:
+def test_the_record_of_the_new_arena_names_no_grant_of_the_old_one() -> None:
     node = started(ranks=2)
     first, second = grants(node)
     for index in (0, 1):
@@ -246,8 +246,8 @@ def test_the_page_of_the_new_arena_names_no_grant_of_the_old_one() -> None:
     assert second.serial not in {grant.serial for grant in grants(node, 0)}
 
 
-def test_with_four_slots_what_is_still_being_written_stays_on_the_page() -> None:
-    """The one after it was void at once, so that a third was given."""
+def test_with_four_slots_a_grant_that_is_still_being_written_stays_recorded() -> None:
+    """The grant after it was void at once, so that a third was given."""
     node = started(slots=4)
     first, second = grants(node)
     node.write(0, first.step, slot=first.slot)
@@ -268,4 +268,4 @@ def test_with_four_slots_what_is_still_being_written_stays_on_the_page() -> None
         node.seal()
     node.commit(0, first.step, first.slot)
     node.seal()
-    node.works(node.progress[0] + 1)
+    node.assert_snapshots_continue(node.progress[0] + 1)

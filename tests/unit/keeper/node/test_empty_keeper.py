@@ -1,4 +1,4 @@
-"""An empty keeper in a later incarnation: whether somebody may still give back what it does not have."""
+"""An empty keeper in a later incarnation: whether a launcher may still give memory back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keepstep.types import Incarnation
 
 @pytest.mark.parametrize("no_holder", [True, False])
 def test_only_a_launcher_that_holds_memory_is_waited_for(no_holder: bool) -> None:
-    """Under plain torchrun the trainers of a replaced node once waited for a launcher's word that never came."""
+    """Under plain torchrun the trainers of a replaced node once waited for a launcher that did not exist."""
     core = Core(Config())
     register = Register(
         rank=3, world_size=4, local_index=0, local_world_size=1, incarnation=Incarnation(2, 5), label="",

@@ -1,4 +1,6 @@
-"""The keeper's core after its own death, and words that come late, early or twice. Each once stopped or cost snapshots.
+"""The core of a keeper that replaced a dead one, and messages that are late, early or repeated.
+
+Each of these cases once stopped snapshots, or lost one.
 
 Two slots per rank.
 """
@@ -30,7 +32,7 @@ from keepstep.layout import SnapshotSize
 from keepstep.types import Incarnation, Version
 
 
-def test_a_void_that_is_said_again_does_not_free_the_slot_that_is_being_written() -> None:
+def test_a_repeated_void_does_not_free_the_slot_that_is_being_written() -> None:
     node = Node()
     node.start()
     node.snapshot(0)
@@ -48,7 +50,7 @@ def test_a_void_that_is_said_again_does_not_free_the_slot_that_is_being_written(
     assert node.core.orders.active.complete == node.version(2)
 
 
-def test_a_commit_that_is_said_again_does_not_count_for_a_newer_grant_of_its_slot() -> None:
+def test_a_repeated_commit_does_not_count_for_a_newer_grant_of_its_slot() -> None:
     node = Node(ranks=2)
     node.start()
     node.snapshot(0)
@@ -62,7 +64,7 @@ def test_a_commit_that_is_said_again_does_not_count_for_a_newer_grant_of_its_slo
     node.replace_keeper()
     for index in range(2):
         node.register(index, rejoin=True)
-    node.say_committed(0, 1, slot)
+    node.report_commit(0, 1, slot)
     assert node.core.grants.open[0].committed == {}
     node.commit(0, 2, slot)
     node.commit(1, 2, other)
@@ -70,7 +72,7 @@ def test_a_commit_that_is_said_again_does_not_count_for_a_newer_grant_of_its_slo
     assert node.core.orders.active.complete == node.version(2)
 
 
-def test_a_slot_that_only_one_rank_saw_granted_is_not_given_out_again_before_it_is_resolved() -> None:
+def test_a_slot_granted_to_only_one_rank_is_not_granted_again_before_it_is_resolved() -> None:
     node = Node(ranks=2)
     node.start()
     for index in range(2):
@@ -100,10 +102,10 @@ def test_a_slot_that_only_one_rank_saw_granted_is_not_given_out_again_before_it_
     assert grant.serial == max(mine.serial, theirs.serial), "the slot was granted again while it is being written"
     node.commit(saw, 1, slot)
     node.seal()
-    node.works(2)
+    node.assert_snapshots_continue(2)
 
 
-def test_what_a_rank_says_before_the_others_are_back_is_not_forgotten() -> None:
+def test_a_commit_reported_before_the_other_ranks_are_back_is_kept() -> None:
     node = Node(ranks=2)
     node.start()
     node.snapshot(0)
@@ -118,7 +120,7 @@ def test_what_a_rank_says_before_the_others_are_back_is_not_forgotten() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_void_that_a_rank_says_before_the_others_are_back_is_not_forgotten(first: int) -> None:
+def test_a_void_reported_before_the_other_ranks_are_back_is_kept(first: int) -> None:
     node = Node(ranks=2)
     node.start()
     node.snapshot(0)
@@ -129,23 +131,23 @@ def test_a_void_that_a_rank_says_before_the_others_are_back_is_not_forgotten(fir
     node.register(1 - first, rejoin=True)
     node.commit(1 - first, 1, slots[1 - first])
     node.seal()
-    node.works(2)
+    node.assert_snapshots_continue(2)
 
 
-def test_a_ledger_that_reached_only_one_arena_does_not_keep_the_old_base_for_ever() -> None:
+def test_a_ledger_written_to_only_one_arena_does_not_keep_the_old_base_for_ever() -> None:
     node = Node(ranks=2)
     node.start()
     node.snapshot(0)
     for index in range(2):
-        node.do(ProcessDied(100 + index))
+        node.handle(ProcessDied(100 + index))
     node.incarnation = None
     for index in range(2):
         node.register(index, pid=200 + index, known=False)
     node.seal()
     for index in range(2):
-        node.do(FromTrainer(index, WantRestore(2)))
-        node.do(FromTrainer(index, WantArena(NEED, 2, 0, 3)))
-        node.do(FromTrainer(index, Loaded(0, 4)))
+        node.handle(FromTrainer(index, WantRestore(2)))
+        node.handle(FromTrainer(index, WantArena(NEED, 2, 0, 3)))
+        node.handle(FromTrainer(index, Loaded(0, 4)))
     before = node.own(1).ledger
     assert before is not None
     assert before.base is not None
@@ -154,21 +156,21 @@ def test_a_ledger_that_reached_only_one_arena_does_not_keep_the_old_base_for_eve
     node.replace_keeper()
     for index in range(2):
         node.register(index, rejoin=True, pid=200 + index)
-    node.works(2)
+    node.assert_snapshots_continue(2)
 
 
 def test_a_rank_that_is_loaded_when_its_keeper_dies_is_loaded_for_the_next_one() -> None:
-    """Everything but the last answer had come: the arena is not asked for again."""
+    """Everything but the last answer was received: the rank does not request its arena again."""
     node = Node()
     node.register(0, known=False)
-    node.do(FromTrainer(0, WantRestore(2)))
-    node.do(FromTrainer(0, WantArena(NEED, 2, 0, 3)))
+    node.handle(FromTrainer(0, WantRestore(2)))
+    node.handle(FromTrainer(0, WantArena(NEED, 2, 0, 3)))
     node.replace_keeper()
     node.register(0)
     node.sent.clear()
-    node.do(FromTrainer(0, Loaded(None, 4)))
+    node.handle(FromTrainer(0, Loaded(None, 4)))
     assert [message for _, message in node.sent if isinstance(message, Done)]
-    node.works(0)
+    node.assert_snapshots_continue(0)
 
 
 def test_an_arena_that_is_given_back_late_does_not_change_the_incarnation_that_serves() -> None:
@@ -178,20 +180,20 @@ def test_an_arena_that_is_given_back_late_does_not_change_the_incarnation_that_s
     old = dataclasses.replace(node.own(0), arena_id="stray", slots=[("free", None)] * 2)
     serving = node.core.incarnation
     old.ledger = Ledger(incarnation=Incarnation(serving.number, serving.nonce + 1), base=None, complete=None, serial=1)
-    node.do(node.described(old))
+    node.handle(node.described(old))
     assert node.core.incarnation == serving
 
 
 @pytest.mark.parametrize("order", ["words first", "deaths first", "between"])
-def test_a_version_that_all_ranks_committed_with_their_last_breath_is_restored(order: str) -> None:
+def test_a_version_committed_by_all_ranks_just_before_they_died_is_restored(order: str) -> None:
     node = Node(ranks=2)
     node.start()
     node.snapshot(0)
     slots = [node.write(index, 1) for index in range(2)]
     for index in range(2):
-        node.commit(index, 1, slots[index], say=False)
-    words = [lambda i=i: node.say_committed(i, 1, slots[i]) for i in range(2)]
-    deaths = [lambda i=i: node.do(ProcessDied(100 + i)) for i in range(2)]
+        node.commit(index, 1, slots[index], report=False)
+    words = [lambda i=i: node.report_commit(i, 1, slots[i]) for i in range(2)]
+    deaths = [lambda i=i: node.handle(ProcessDied(100 + i)) for i in range(2)]
     acts = {
         "words first": [*words, *deaths],
         "deaths first": [*deaths, *words],
@@ -206,38 +208,38 @@ def test_a_version_that_all_ranks_committed_with_their_last_breath_is_restored(o
     node.seal()
     node.sent.clear()
     for index in range(2):
-        node.do(FromTrainer(index, WantRestore(2)))
+        node.handle(FromTrainer(index, WantRestore(2)))
     answers = [message for _, message in node.sent if isinstance(message, RestoreFrom)]
     assert [answer.version for answer in answers] == [lost, lost]
 
 
-def test_the_place_of_a_trainer_is_not_taken_twice_in_one_incarnation() -> None:
-    """It would restore `base` while the others are steps ahead, or write where the first one writes."""
+def test_a_second_process_cannot_register_as_the_same_rank_in_one_incarnation() -> None:
+    """It would restore `base` while the others are steps ahead, or write the same slots as the first one."""
     node = Node(ranks=2)
     node.start()
     node.snapshot(0)
     node.sent.clear()
     node.register(1, pid=999)
     assert isinstance(node.sent[-1][1], Refused)
-    node.do(ProcessDied(101))
+    node.handle(ProcessDied(101))
     node.register(1, pid=999)
     assert isinstance(node.sent[-1][1], Refused)
     assert node.core.trainers.registered[1].pid == 101
 
 
-def test_an_arena_that_is_replaced_by_a_larger_one_is_granted_in() -> None:
+def test_grants_name_the_larger_arena_that_replaced_another() -> None:
     node = Node()
     node.start()
     node.snapshot(0)
     node.progress[0] = 1
     node.void(0, 1, "outgrown")
-    node.do(FromTrainer(0, WantArena(SnapshotSize(9, 9, 9), 2, 0, 5)))
-    node.works(2)
+    node.handle(FromTrainer(0, WantArena(SnapshotSize(9, 9, 9), 2, 0, 5)))
+    node.assert_snapshots_continue(2)
     assert list(node.arenas) == ["0.2"], "the old arena was not dropped"
 
 
-def test_a_trainer_that_never_got_into_its_larger_arena_goes_on_in_the_old_one() -> None:
-    """The keeper died between making the larger one and the trainer's move: others held it, and gave it back."""
+def test_a_trainer_that_never_received_its_larger_arena_continues_in_the_old_one() -> None:
+    """The keeper died between creating the larger one and the trainer's move: others held it, and gave it back."""
     node = Node()
     node.start()
     node.snapshot(0)
@@ -248,11 +250,11 @@ def test_a_trainer_that_never_got_into_its_larger_arena_goes_on_in_the_old_one()
     node.replace_keeper()
     node.register(0, rejoin=True, arena_id=small.arena_id)
     small.slots[slot] = ("committed", node.version(1))
-    node.do(FromTrainer(0, Committed(small.arena_id, slot, node.version(1))))
+    node.handle(FromTrainer(0, Committed(small.arena_id, slot, node.version(1))))
     node.seal()
     assert node.core.orders.active.complete == node.version(1)
     assert list(node.arenas) == [small.arena_id]
-    node.works(2)
+    node.assert_snapshots_continue(2)
 
 
 def test_restoring_from_a_keeper_that_took_over_in_mid_training_is_refused_and_does_not_hang() -> None:
@@ -262,35 +264,35 @@ def test_restoring_from_a_keeper_that_took_over_in_mid_training_is_refused_and_d
     node.replace_keeper()
     node.register(0, rejoin=True)
     node.sent.clear()
-    node.do(FromTrainer(0, WantRestore(9)))
+    node.handle(FromTrainer(0, WantRestore(9)))
     assert isinstance(node.sent[-1][1], Refused)
 
 
-def test_a_rank_that_is_loaded_after_another_one_died_hears_of_it() -> None:
+def test_a_rank_that_reports_loaded_after_another_died_is_refused() -> None:
     node = Node(ranks=2)
     for index in range(2):
         node.register(index, known=False)
     for index in range(2):
-        node.do(FromTrainer(index, WantArena(NEED, 2, 0, 3)))
-    node.do(ProcessDied(101))
+        node.handle(FromTrainer(index, WantArena(NEED, 2, 0, 3)))
+    node.handle(ProcessDied(101))
     node.sent.clear()
-    node.do(FromTrainer(0, Loaded(None, 4)))
+    node.handle(FromTrainer(0, Loaded(None, 4)))
     (refused,) = [message for _, message in node.sent if isinstance(message, Refused)]
     assert isinstance(refused.error(), Error)
 
 
 def test_ranks_that_loaded_different_versions_do_not_begin() -> None:
-    """Rank 0 had its answer from the keeper before; now that version is damaged, and rank 1 gets the older one."""
+    """The dead keeper answered rank 0; that version is damaged since, and rank 1 gets the older one."""
     node = Node(ranks=2)
     node.start()
     for step in (0, 1):
         node.snapshot(step)
     for index in range(2):
-        node.do(ProcessDied(100 + index))
+        node.handle(ProcessDied(100 + index))
     for index in range(2):
         node.register(index, pid=200 + index, known=False)
     node.seal()
-    node.do(FromTrainer(0, WantRestore(2)))
+    node.handle(FromTrainer(0, WantRestore(2)))
     (answer,) = [message for _, message in node.sent if isinstance(message, RestoreFrom) and message.version]
     assert answer.version is not None
     assert answer.version.step == 1
@@ -301,18 +303,18 @@ def test_ranks_that_loaded_different_versions_do_not_begin() -> None:
         node.register(index, pid=200 + index)
     node.seal()
     node.sent.clear()
-    node.do(FromTrainer(0, Loaded(1, 4)))
-    node.do(FromTrainer(1, WantRestore(2)))
+    node.handle(FromTrainer(0, Loaded(1, 4)))
+    node.handle(FromTrainer(1, WantRestore(2)))
     (other,) = [message for _, message in node.sent if isinstance(message, RestoreFrom)]
     assert other.version is not None
     assert other.version.step == 0
-    node.do(FromTrainer(1, Loaded(0, 4)))
+    node.handle(FromTrainer(1, Loaded(0, 4)))
     refused = [conn for conn, message in node.sent if isinstance(message, Refused)]
     assert refused == [0]
     assert not [message for _, message in node.sent if isinstance(message, Done)]
 
 
-def test_a_complete_version_is_told_again_to_a_rank_that_did_not_hear_it() -> None:
+def test_a_repeated_commit_of_a_complete_version_is_answered_with_complete() -> None:
     node = Node()
     node.start()
     slot = node.write(0, 0)
@@ -321,7 +323,7 @@ def test_a_complete_version_is_told_again_to_a_rank_that_did_not_hear_it() -> No
     node.replace_keeper()
     node.register(0, rejoin=True)
     node.sent.clear()
-    node.say_committed(0, 0, slot)
+    node.report_commit(0, 0, slot)
     assert (0, Complete(node.version(0))) in node.sent
 
 
@@ -329,134 +331,136 @@ def test_a_complete_version_is_told_again_to_a_rank_that_did_not_hear_it() -> No
 
 
 def test_nothing_is_planned_before_the_launcher_has_given_back_the_last_arena() -> None:
-    """New trainers come to an empty keeper first. With the arena of one rank alone every version lacks the others."""
+    """New trainers register first. With the arena of one rank alone no version is whole."""
     for order in ((0, 1), (1, 0)):
         node = Node(ranks=2)
         node.start()
         for step in (0, 1):
             node.snapshot(step)
         saved = node.version(1)
-        node.end_life()
+        node.end_trainers()
         node.replace_keeper(give_back=False)
         node.sent.clear()
         for index in range(2):
             node.register(index, pid=200 + index, agreed=Incarnation(2, 5))
         for index in order:
             node.give_back(node.own(index))
-        node.do(LauncherSeen(99))
+        node.handle(LauncherSeen(99))
         node.seal()
         for index in range(2):
-            node.do(FromTrainer(index, WantRestore(2)))
+            node.handle(FromTrainer(index, WantRestore(2)))
         assert not [message for _, message in node.sent if isinstance(message, Refused)]
         assert node.restored() == [saved, saved]
 
 
-def test_an_older_arena_that_is_given_back_first_is_not_what_is_restored() -> None:
-    """Its versions are whole and its ledger knows of no newer ones: nothing would tell that the job fell back."""
+def test_an_older_arena_that_is_given_back_first_is_not_restored() -> None:
+    """Its versions are whole and its ledger names no newer ones: nothing would show that the job fell back."""
     node = Node()
     node.start()
     node.snapshot(0)
     old = dataclasses.replace(node.own(0), slots=list(node.own(0).slots))
     node.progress[0] = 1
     node.void(0, 1, "outgrown")
-    node.do(FromTrainer(0, WantArena(SnapshotSize(9, 9, 9), 2, 0, 5)))
-    node.works(2)
+    node.handle(FromTrainer(0, WantArena(SnapshotSize(9, 9, 9), 2, 0, 5)))
+    node.assert_snapshots_continue(2)
     newest = node.core.orders.active.complete
     assert newest is not None
     assert old.arena_id not in node.arenas
-    node.end_life()
+    node.end_trainers()
     node.replace_keeper(give_back=False)
     node.sent.clear()
     node.register(0, pid=200, agreed=Incarnation(2, 5))
-    node.arenas[old.arena_id] = old  # its holder did not hear any more that it may go
+    node.arenas[old.arena_id] = old  # its holder was not told to drop it
     node.give_back(old, node.own(0))
-    node.do(LauncherSeen(99))
+    node.handle(LauncherSeen(99))
     node.seal()
-    node.do(FromTrainer(0, WantRestore(2)))
+    node.handle(FromTrainer(0, WantRestore(2)))
     assert node.restored() == [newest]
 
 
-def test_memory_of_a_trainer_that_comes_last_is_waited_for() -> None:
-    """No launcher holds it. Rank 1 had met the keeper that died, and rank 0 had not."""
+def test_a_restore_waits_for_the_memory_of_the_last_trainer_to_register() -> None:
+    """No launcher holds it. Rank 1 had registered with the keeper that died, and rank 0 had not."""
     node = Node(ranks=2)
     node.start()
     node.snapshot(0)
     saved = node.version(0)
-    node.end_life()
+    node.end_trainers()
     node.register(1, pid=201, known=False, label="second")
     node.replace_keeper(give_back=False)
     node.sent.clear()
     node.register(0, pid=200, known=False, label="second")
-    node.do(FromTrainer(0, WantRestore(2)))
+    node.handle(FromTrainer(0, WantRestore(2)))
     assert node.restored() == [], "decided before rank 1 could give anything back"
     node.incarnation = Incarnation(2, 77)
     node.give_back(*node.arenas.values())
-    node.register(1, pid=201, label="second")  # of a later life than the one that rank 0 began: that one is over
-    node.end_life(first_pid=200)
+    node.register(
+        1, pid=201, label="second"
+    )  # of a later incarnation than the one that rank 0 opened: that one is over
+    node.end_trainers(first_pid=200)
     for index in range(2):
         node.register(index, pid=300 + index, known=False, label="third")
     node.seal()
     for index in range(2):
-        node.do(FromTrainer(index, WantRestore(2)))
+        node.handle(FromTrainer(index, WantRestore(2)))
     assert node.restored() == [saved, saved]
 
 
-def test_a_life_that_began_with_too_low_a_number_ends_and_the_next_one_restores() -> None:
-    """What it saved would count as older than what it had restored."""
+def test_an_incarnation_with_too_low_a_number_is_refused_and_the_next_one_restores() -> None:
+    """Its snapshots would count as older than what it had restored."""
     node = Node(ranks=2)
     node.start()
     for life in range(3):
         node.snapshot(life)
-        node.end_life(first_pid=100 * (life + 1))
+        node.end_trainers(first_pid=100 * (life + 1))
         for index in range(2):
             node.register(index, pid=100 * (life + 2) + index, known=False)
         node.seal()
         for index in range(2):
-            node.do(FromTrainer(index, WantRestore(2)))
-            node.do(FromTrainer(index, WantArena(NEED, 2, 0, 3)))
-            node.do(FromTrainer(index, Loaded(life, 4)))
+            node.handle(FromTrainer(index, WantRestore(2)))
+            node.handle(FromTrainer(index, WantArena(NEED, 2, 0, 3)))
+            node.handle(FromTrainer(index, Loaded(life, 4)))
     node.snapshot(3)
     saved = node.version(3)
-    node.end_life(first_pid=400)
+    node.end_trainers(first_pid=400)
     node.replace_keeper(give_back=False)
     node.sent.clear()
     node.register(0, pid=500, known=False, label="second")
-    node.give_back(*node.arenas.values())  # by rank 1, which had heard of it and never registered
+    node.give_back(*node.arenas.values())  # by rank 1, which held it and never registered
     node.register(1, pid=501, known=False, label="second")
     for index in range(2):
-        node.do(FromTrainer(index, WantRestore(2)))
+        node.handle(FromTrainer(index, WantRestore(2)))
     assert node.restored() == []
     assert len([message for _, message in node.sent if isinstance(message, Refused)]) == 2
-    node.end_life(first_pid=500)
+    node.end_trainers(first_pid=500)
     for index in range(2):
         node.register(index, pid=600 + index, known=False, label="third")
     node.seal()
     for index in range(2):
-        node.do(FromTrainer(index, WantRestore(2)))
+        node.handle(FromTrainer(index, WantRestore(2)))
     assert node.restored() == [saved, saved]
     assert node.core.incarnation > saved.incarnation
 
 
-def test_a_life_that_waits_while_memory_of_a_later_one_is_given_back_gets_a_larger_number() -> None:
+def test_a_waiting_incarnation_gets_a_larger_number_when_newer_memory_is_given_back() -> None:
     node = Node()
     node.start()
     node.snapshot(0)
     saved = Version(Incarnation(5, 5), 1)
     later = dataclasses.replace(node.own(0), arena_id="later", slots=[("free", None), ("sealed", saved)], ledger=None)
     node.replace_keeper(give_back=False)
-    node.do(dataclasses.replace(node.described(node.own(0)), writer=Progress(Incarnation(1, 77), 0, 100, 1)))
+    node.handle(dataclasses.replace(node.described(node.own(0)), writer=Progress(Incarnation(1, 77), 0, 100, 1)))
     node.register(0, pid=200, known=False, label="second")  # waits for the end of process 100
     node.arenas["later"] = later
     node.give_back(later)
-    node.do(ProcessDied(100))
+    node.handle(ProcessDied(100))
     assert node.core.incarnation.number == 6
     node.seal()
     node.sent.clear()
-    node.do(FromTrainer(0, WantRestore(2)))
+    node.handle(FromTrainer(0, WantRestore(2)))
     assert node.restored() == [saved]
 
 
-def test_a_writer_that_is_known_only_from_what_the_launcher_gives_back_is_fenced() -> None:
+def test_a_writer_known_only_from_an_adopted_arena_is_fenced() -> None:
     node = Node()
     node.start()
     node.snapshot(0)
@@ -466,77 +470,77 @@ def test_a_writer_that_is_known_only_from_what_the_launcher_gives_back_is_fenced
     writer = Progress(Incarnation(1, 77), 0, 100, 1)
     added = dataclasses.replace(node.described(node.own(0)), writer=writer)
     assert Kill(100, "incarnation 2 begins") in node.core.handle(added, 0.0)
-    node.do(LauncherSeen(99))
+    node.handle(LauncherSeen(99))
     assert not [message for _, message in node.sent if isinstance(message, Registered)], "it may still write"
-    node.do(ProcessDied(100))
+    node.handle(ProcessDied(100))
     assert [message for _, message in node.sent if isinstance(message, Registered)]
 
 
-def test_a_writer_that_cannot_be_killed_leaves_its_arena_though_the_new_keeper_never_met_it() -> None:
+def test_the_arena_of_a_writer_that_cannot_be_killed_is_quarantined_by_a_new_keeper() -> None:
     node = Node()
     node.start()
     node.snapshot(0)
     saved = node.version(0)
     node.replace_keeper(give_back=False)
     writer = Progress(saved.incarnation, 0, 100, 1)
-    node.do(dataclasses.replace(node.described(node.own(0)), writer=writer))
-    node.do(LauncherSeen(99))
+    node.handle(dataclasses.replace(node.described(node.own(0)), writer=writer))
+    node.handle(LauncherSeen(99))
     node.register(0, pid=200, agreed=Incarnation(2, 5))
     for effect in node.core.handle(Tick(), node.core.config.keeper.fence_s + 1):
         node._carry_out(effect)
     node.seal()
     node.sent.clear()
-    node.do(FromTrainer(0, WantRestore(2)))
+    node.handle(FromTrainer(0, WantRestore(2)))
     assert node.restored() == [saved]
-    node.do(FromTrainer(0, WantArena(NEED, 2, 0, 3)))
+    node.handle(FromTrainer(0, WantArena(NEED, 2, 0, 3)))
     assert isinstance(node.sent[-1][1], ArenaGiven)
     assert node.sent[-1][1].fresh, "a process that may still write into the old one"
 
 
-def test_trainers_that_die_while_their_life_waits_for_the_launcher_are_dead_in_it() -> None:
-    """They were thought to live: the next life waited for their end, and gave their memory up."""
+def test_trainers_that_die_while_their_incarnation_waits_for_the_launcher_count_as_dead() -> None:
+    """They once counted as alive: the next incarnation waited for their end, and gave their memory up."""
     node = Node(ranks=2)
     node.start()
     node.snapshot(0)
     saved = node.version(0)
-    node.end_life()
+    node.end_trainers()
     node.replace_keeper(give_back=False)
     for index in range(2):
         node.register(index, pid=200 + index, agreed=Incarnation(2, 5))
         assert node.core.lease_left_s() is None
-        node.do(ProcessDied(200 + index))
+        node.handle(ProcessDied(200 + index))
     assert node.core.lease_left_s() is not None, "nobody is left that needs this keeper"
     node.give_back(*node.arenas.values())
-    node.do(LauncherSeen(99))
+    node.handle(LauncherSeen(99))
     node.seal()
     node.sent.clear()
     for index in range(2):
         node.register(index, pid=300 + index, agreed=Incarnation(3, 6))
     node.seal()
     for index in range(2):
-        node.do(FromTrainer(index, WantRestore(2)))
+        node.handle(FromTrainer(index, WantRestore(2)))
     assert node.restored() == [saved, saved]
 
 
-def test_trainers_that_had_begun_go_on_where_one_of_them_comes_back_to_an_empty_keeper() -> None:
-    """Rank 0 had not heard yet that all were ready, and holds nothing; rank 1 writes its first snapshot."""
+def test_training_continues_when_one_rank_rejoins_an_empty_keeper() -> None:
+    """Rank 0 had not received that all were ready, and holds nothing; rank 1 writes its first snapshot."""
     node = Node(ranks=2)
     agreed = Incarnation(2, 5)
-    node.do(LauncherSeen(99))
+    node.handle(LauncherSeen(99))
     for index in range(2):
         node.register(index, agreed=agreed)
     for index in range(2):
-        node.do(FromTrainer(index, WantRestore(2)))
-        node.do(FromTrainer(index, WantArena(NEED, 2, 0, 3)))
+        node.handle(FromTrainer(index, WantRestore(2)))
+        node.handle(FromTrainer(index, WantArena(NEED, 2, 0, 3)))
     for index in range(2):
-        node.do(FromTrainer(index, Loaded(None, 4)))
+        node.handle(FromTrainer(index, Loaded(None, 4)))
     slot = node.write(1, 0)
     node.replace_keeper(give_back=False)
     node.register(0, agreed=agreed)
     node.give_back(*node.arenas.values())
     node.register(1, agreed=agreed, rejoin=True, arena_id=node.own(1).arena_id)
-    node.do(LauncherSeen(99))
-    node.do(FromTrainer(0, Loaded(None, 4)))
+    node.handle(LauncherSeen(99))
+    node.handle(FromTrainer(0, Loaded(None, 4)))
     node.commit(1, 0, slot)
     node.commit(0, 0, node.write(0, 0))
     node.seal()
