@@ -1,4 +1,4 @@
-"""The launcher's hand on the keeper, with real keepers and a trainer that keeps nothing itself."""
+"""KeeperSupervisor with real keepers, and a trainer that holds no memory itself."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_the_end_of_the_launcher_leaves_a_keeper_that_holds_state(node: Node, ho
     assert node.arenas() == [arena_id]
 
 
-def test_a_keeper_that_cannot_start_is_an_error_that_says_why(node: Node) -> None:
+def test_a_keeper_that_cannot_start_is_an_error_with_the_reason(node: Node) -> None:
     base = node.identity.runtime_dir.parent
     nowhere = KeeperSupervisor(Identity("r", "n", base / ("x" * 100), outlives_launch=True), node.config)
     try:

@@ -1,4 +1,4 @@
-"""Agents that meet in a real store, in one process, without workers: rounds, spares, verdicts, a lost store."""
+"""Agents with a real store, in one process, without workers: rounds, spares, verdicts, a lost store."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_two_spares_and_a_dead_node_settle_in_one_round(job: Job, trial: int) ->
     assert job.agents["a"].rendezvous.view.state.round == 2
 
 
-def test_a_silent_agent_whose_keeper_lives_ends_nothing(job: Job) -> None:
+def test_a_silent_agent_whose_keeper_lives_ends_no_round(job: Job) -> None:
     a, b, _ = job.start("a", "b", "c")
     job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
     b.die(keeper=False)
@@ -174,7 +174,7 @@ def test_a_silent_agent_whose_keeper_lives_ends_nothing(job: Job) -> None:
     assert "new agent" in a.rendezvous.view.state.broken or a.rendezvous.view.state.round == 2
 
 
-def test_a_dead_keeper_ends_nothing(job: Job) -> None:
+def test_a_dead_keeper_ends_no_round(job: Job) -> None:
     a, b, _ = job.start("a", "b", "c")
     job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
     b.close_keeper()
@@ -212,7 +212,7 @@ def test_two_living_agents_of_one_node_are_refused(job: Job) -> None:
         time.sleep(0.1)
 
 
-def test_spares_hear_that_the_job_is_over_and_the_next_job_of_that_name_begins(job: Job) -> None:
+def test_spares_end_with_the_job_and_the_next_job_of_that_name_begins(job: Job) -> None:
     job.start("a", "b", "c")
     job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
     (spare,) = job.start("x")
@@ -239,7 +239,7 @@ def test_a_store_that_is_lost_is_an_error_only_for_those_that_need_it(job: Job) 
         b.rendezvous.join(NodeClaim(b.card, 1), [], timeout_s=20)
 
 
-def test_a_store_that_came_back_empty_is_told_where_the_job_stands(job: Job) -> None:
+def test_members_write_the_round_again_to_a_store_that_came_back_empty(job: Job) -> None:
     a, _, c = job.start("a", "b", "c")
     job.wait("a b c", [(1, 0), (1, 1), (1, 2)])
     job.store = None

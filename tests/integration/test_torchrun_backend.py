@@ -279,7 +279,7 @@ def test_a_keeper_killed_together_with_all_workers_loses_nothing(job: Job) -> No
 def test_a_job_without_a_name_is_refused(job: Job) -> None:
     agent = job.start("--nproc-per-node=1")
     assert agent.wait(60) != 0
-    assert "this job has no name" in job.say()
+    assert "this job has no run id" in job.say()
     assert "(try: --rdzv-id=<a name>)" in job.say()
     assert not job.workers()
     assert not (job.base / "r").exists()

@@ -57,7 +57,7 @@ def test_a_message_may_be_long_but_not_longer_than_the_limit(net: Net) -> None:
         a.peers.send("b", bytes(MAX_MESSAGE_BYTES + 1))
 
 
-def test_nothing_is_sent_to_a_peer_that_nobody_has_met(net: Net) -> None:
+def test_nothing_is_sent_to_a_peer_that_is_not_listed(net: Net) -> None:
     a = net.make("a")
     assert not a.peers.send("b", b"hello")
     assert not a.peers.up("b")
@@ -68,7 +68,7 @@ def test_nothing_is_sent_to_a_peer_that_nobody_has_met(net: Net) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, (1 << 20) + 7, 9 << 20])
-def test_bytes_come_into_the_callers_buffer(net: Net, size: int) -> None:
+def test_bytes_are_received_into_the_callers_buffer(net: Net, size: int) -> None:
     a, b = net.pair()
     data = os.urandom(size)
     b.keep(b"thing", data)
@@ -101,7 +101,7 @@ def test_bytes_of_the_wrong_size_are_refused(net: Net) -> None:
     assert a.get(b, b"thing", 1000)[0].result(10).size_bytes == 1000
 
 
-def test_bytes_that_do_not_match_are_not_believed(net: Net) -> None:
+def test_bytes_that_do_not_match_their_checksum_are_an_error(net: Net) -> None:
     a, b = net.pair()
     data = os.urandom(100_000)
     b.things[b"wrong"] = Body(len(data), b"\0" * 16, data=data)
@@ -129,7 +129,7 @@ def test_a_bit_flipped_on_the_way_is_noticed(net: Net) -> None:
     assert bytes(buffer) == data
 
 
-def test_a_refusal_has_its_reason_and_harms_nothing(net: Net) -> None:
+def test_a_refusal_has_its_reason_and_closes_nothing(net: Net) -> None:
     a, b = net.pair()
     b.keep(b"thing", b"12345")
     b.things[b"broken"] = lambda: 1 / 0  # type: ignore[dict-item,return-value]
@@ -254,7 +254,7 @@ def test_a_silent_peer_is_down_within_dead_s_and_up_when_it_is_back(net: Net) ->
     assert a.peers.counters()["reconnects"] >= 1
 
 
-def test_a_cut_is_noticed_on_both_sides_and_by_nobody_else(net: Net) -> None:
+def test_a_cut_is_reported_on_both_sides_and_nowhere_else(net: Net) -> None:
     a, b, c = net.make("a"), net.make("b"), net.make("c")
     net.acquaint(a, b, c)
     net.cut(a, b)
@@ -266,7 +266,7 @@ def test_a_cut_is_noticed_on_both_sides_and_by_nobody_else(net: Net) -> None:
     until(lambda: a.peers.up("b") and b.peers.up("a"))
 
 
-def test_a_short_silence_is_nothing(net: Net) -> None:
+def test_a_short_silence_ends_no_link(net: Net) -> None:
     a, b = net.pair(dead_s=2.0)
     net.freeze(b)
     assert a.peers.send("b", b"while it slept")
@@ -318,7 +318,7 @@ def test_a_peer_that_is_left_out_loses_its_link(net: Net) -> None:
     assert not a.downs(c)
 
 
-def test_a_peer_that_does_not_read_fills_a_bounded_queue_and_blocks_nobody(net: Net) -> None:
+def test_a_peer_that_does_not_read_fills_a_bounded_queue_and_blocks_no_caller(net: Net) -> None:
     a, b, c = (net.make(name, dead_s=LONG_S) for name in "abc")
     net.acquaint(a, b, c)
     net.freeze(b)
@@ -337,7 +337,7 @@ def test_a_peer_that_does_not_read_fills_a_bounded_queue_and_blocks_nobody(net: 
     until(lambda: len(b.messages) * len(message) == accepted, "everything that was accepted")
 
 
-def test_callbacks_that_raise_harm_nobody(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handlers_that_raise_end_no_link(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Node, "on_message", lambda self, *_: self.messages.append(_) or 1 / 0)
     a, b = net.pair()
     assert a.peers.send("b", b"x")

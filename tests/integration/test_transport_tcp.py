@@ -1,4 +1,4 @@
-"""What only real sockets and real processes can show: dead and stopped peers, strangers, rubbish, addresses, rates."""
+"""The TCP transport with real sockets and processes: dead and stopped peers, garbage, limits, addresses, rates."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def net() -> Iterator[Direct]:
 # --- processes that die and stop -------------------------------------------------------------------------------------
 
 
-def test_a_stopped_process_is_silent_and_comes_back(net: Direct) -> None:
+def test_a_stopped_process_is_silent_and_is_linked_again(net: Direct) -> None:
     a = net.make("a", dead_s=1.0, timeout_s=60.0)
     with Process("b", "127.0.0.1", dead_s=1.0) as b:
         a.peers.set_peers([b.card])
@@ -120,7 +120,7 @@ def test_a_stopped_process_is_silent_and_comes_back(net: Direct) -> None:
         assert a.get(b_like(b), b"thing", THING_BYTES)[0].result(10)
 
 
-def test_a_peer_is_given_up_when_it_was_silent_for_dead_s_and_not_before() -> None:
+def test_a_session_ends_after_dead_s_of_silence_and_not_before() -> None:
     traffic = Traffic(PeersConfig(dead_s=1000.0), num_streams=1, timeout_s=1.0)
     handlers = TransportHandlers(lambda *_: None, lambda *_: None, lambda *_: Body.of_bytes(b""))
     dialer = SimpleNamespace(start_dial=lambda peer: None)
@@ -160,7 +160,7 @@ def b_like(process: Process) -> Node:
 # --- who gets in -----------------------------------------------------------------------------------------------------
 
 
-def test_nobody_is_authenticated_before_there_is_a_secret(net: Direct) -> None:
+def test_no_peer_is_authenticated_before_there_is_a_secret(net: Direct) -> None:
     a, b = net.make("a", secret=b""), net.make("b")
     for node in (a, b):
         node.peers.set_peers([a.card, b.card])
@@ -193,7 +193,7 @@ def test_a_new_secret_ends_links_made_with_the_old_one(net: Direct) -> None:
         a.peers.admit(b"short")
 
 
-def test_strangers_in_the_doorway_keep_nobody_out(net: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_do_not_keep_peers_out(net: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepstep.transport.tcp.HANDSHAKE_S", 3 * LIMIT_S)  # no stranger goes away by itself
     a = net.make("a")
     idle = [socket.create_connection((a.card.address, a.card.port)) for _ in range(3 * MAX_UNAUTHENTICATED)]
@@ -207,7 +207,7 @@ def test_strangers_in_the_doorway_keep_nobody_out(net: Direct, monkeypatch: pyte
             sock.close()
 
 
-def test_a_connection_that_says_nothing_is_closed_in_time(net: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_sends_nothing_is_closed_in_time(net: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepstep.transport.tcp.HANDSHAKE_S", 0.5)
     a = net.make("a")
     silent = socket.create_connection((a.card.address, a.card.port))
@@ -225,7 +225,7 @@ def test_a_connection_that_says_nothing_is_closed_in_time(net: Direct, monkeypat
         assert silent.recv(100) == b""
 
 
-def test_rubbish_at_the_door_harms_nobody(net: Direct) -> None:
+def test_garbage_before_the_handshake_ends_no_link(net: Direct) -> None:
     a, b = net.pair()
     b.keep(b"thing", bytes(1000))
     rng = random.Random(7)
@@ -254,7 +254,7 @@ def test_rubbish_at_the_door_harms_nobody(net: Direct) -> None:
     until(lambda: a.peers.counters()["strangers"] >= 100)
 
 
-def test_strangers_do_not_fill_the_log(net: Direct, caplog: pytest.LogCaptureFixture) -> None:
+def test_rejected_connections_do_not_fill_the_log(net: Direct, caplog: pytest.LogCaptureFixture) -> None:
     a = net.make("a")
     with caplog.at_level(logging.INFO, "keepstep"):
         for _ in range(50):
@@ -346,7 +346,7 @@ def rogue(net: Direct) -> Iterator[tuple[Rogue, Node, Node]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_rubbish_on_a_control_connection_ends_that_link_only(rogue: tuple[Rogue, Node, Node], seed: int) -> None:
+def test_garbage_on_a_control_connection_ends_that_link_only(rogue: tuple[Rogue, Node, Node], seed: int) -> None:
     b, a, _ = rogue
     rng = random.Random(seed)
     sealer = FrameSigner(b.mine)
@@ -365,7 +365,7 @@ def test_rubbish_on_a_control_connection_ends_that_link_only(rogue: tuple[Rogue,
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_rubbish_on_a_stream_ends_that_stream_only(rogue: tuple[Rogue, Node, Node], seed: int) -> None:
+def test_garbage_on_a_stream_ends_that_stream_only(rogue: tuple[Rogue, Node, Node], seed: int) -> None:
     b, a, _ = rogue
     a.keep(b"thing", bytes(100))
     rng = random.Random(seed)
@@ -430,7 +430,7 @@ def test_a_stream_needs_the_key_of_a_living_session(rogue: tuple[Rogue, Node, No
     ],
     ids=["short", "other number", "huge", "status", "endless reason", "random"],
 )
-def test_a_server_that_answers_rubbish_is_not_believed(rogue: tuple[Rogue, Node, Node], answer: bytes) -> None:
+def test_garbage_from_a_server_fails_the_fetch(rogue: tuple[Rogue, Node, Node], answer: bytes) -> None:
     b, a, _ = rogue
     future, buffer = a.get(Node("b", "1"), b"thing", 100)
     wire = b.serve_data()
@@ -619,7 +619,7 @@ def test_the_rate_is_capped_over_all_streams(net: Direct, capped: str) -> None:
     assert spent > (0.95 if capped != "both" else 0.4)
 
 
-def test_a_guest_that_proves_itself_is_let_in_and_may_ask_where_that_is_allowed() -> None:
+def test_an_unlisted_peer_that_authenticates_is_linked_where_the_limit_allows_it() -> None:
     """A keeper of an incarnation before does not know who coordinates the next one; the secret is enough."""
     heard: list[str] = []
     settings = PeersConfig(address="127.0.0.1", dead_s=1.0)
@@ -660,7 +660,9 @@ def test_a_guest_that_proves_itself_is_let_in_and_may_ask_where_that_is_allowed(
 # --- many peers -------------------------------------------------------------------------------------------------------
 
 
-def test_a_word_of_one_peer_is_no_reason_to_look_after_all(net: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_of_one_peer_does_not_cost_a_pass_over_all_links(
+    net: Direct, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a thousand peers somebody is heard every millisecond."""
     looks: list[tuple[int, str]] = []
     tend = PeerLinks._maintain

@@ -154,7 +154,7 @@ def test_an_older_tls_is_not_spoken(net: TcpNet, authority: dict[str, str]) -> N
         old.wrap_socket(sock)
 
 
-def test_a_peer_without_tls_and_one_with_it_do_not_meet(net: TcpNet) -> None:
+def test_a_peer_without_tls_and_one_with_it_are_not_linked(net: TcpNet) -> None:
     a = net.make("a")
     plain = Node("b", "1")
     plain.peers = TcpTransport(
@@ -170,7 +170,7 @@ def test_a_peer_without_tls_and_one_with_it_do_not_meet(net: TcpNet) -> None:
         plain.peers.close()
 
 
-def test_a_handshake_relayed_by_somebody_with_a_good_certificate_fails(net: TcpNet, authority: dict[str, str]) -> None:
+def test_a_handshake_relayed_by_a_holder_of_a_valid_certificate_fails(net: TcpNet, authority: dict[str, str]) -> None:
     """An insider of the authority ends TLS on both sides and passes every byte on: the binding tells."""
     a, b = net.make("a"), net.make("b")
     tls = Tls.of(PeersConfig(**authority))
@@ -235,7 +235,7 @@ def test_half_a_configuration_and_bad_files_are_refused(authority: dict[str, str
     assert Tls.of(PeersConfig()) is None
 
 
-def test_a_key_behind_a_password_is_an_error_not_a_question(authority: dict[str, str], tmp_path: Path) -> None:
+def test_an_encrypted_key_is_an_error_and_no_password_prompt(authority: dict[str, str], tmp_path: Path) -> None:
     locked = str(tmp_path / "locked.key")
     openssl("ec", "-in", authority["tls_key"], "-aes256", "-passout", "pass:x1y2z3", "-out", locked, cwd=tmp_path)
     with pytest.raises(ConfigError, match="cannot be used"):

@@ -1,4 +1,4 @@
-"""Frames under fire: any split of a valid stream gives the same messages, anything else a FrameError, no fd leaks."""
+"""Framing: any split of a valid stream gives the same messages, all else raises FrameError, and no fd leaks."""
 
 from __future__ import annotations
 
@@ -454,7 +454,7 @@ def test_descriptors_of_a_message_that_cannot_be_read_are_closed() -> None:
             FrameReader().feed(bytes(frame), new_fds(2))
 
 
-def test_announced_descriptors_that_do_not_come_are_a_frame_error() -> None:
+def test_announced_descriptors_that_are_missing_are_a_frame_error() -> None:
     with reading() as reader, pytest.raises(FrameError, match="3 descriptors announced, 2 received"):
         reader.feed(pack(Done(), 3), new_fds(2))
 
@@ -483,7 +483,7 @@ def test_more_descriptors_than_fit_are_cut_off_and_closed() -> None:
             receive(right)
 
 
-def test_receiver_without_descriptors_left_says_so_and_keeps_none() -> None:
+def test_receiver_without_free_descriptors_raises_and_keeps_none() -> None:
     with no_leak(), connected() as (left, right):
         fds = new_fds(8)
         send(left, Done(), fds)
@@ -537,7 +537,7 @@ def test_largest_frame_and_most_descriptors_go_through_a_real_socket() -> None:
         assert got == [(message, expected)]
 
 
-def test_send_to_a_peer_that_is_gone_is_an_oserror_even_where_sigpipe_would_kill() -> None:
+def test_send_to_a_closed_peer_is_an_oserror_even_where_sigpipe_would_kill() -> None:
     code = (
         "import signal, socket; from keepstep.control.framing import *; from keepstep.control.messages import *\n"
         "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"

@@ -245,7 +245,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ending(msgspec.Struct, frozen=True, tag=True):
-    """The keeper ends on purpose, and nobody shall start another one."""
+    """The keeper ends on purpose, and no process shall start another one."""
 
     reason: str
 

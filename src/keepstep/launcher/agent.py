@@ -166,7 +166,7 @@ class RendezvousAgent:
         self._calls.put(lambda store: self._participant.put_claim(store, claim))
 
     def close(self, *, close_job: bool, timeout_s: float) -> bool:
-        """Leave the rendezvous. Returns whether the store could be told; `close_job` ends the job for all nodes."""
+        """Leave the rendezvous. Returns whether the store was reached; `close_job` ends the job for all nodes."""
         reached = self._thread.ident is None
         try:
             if not reached:

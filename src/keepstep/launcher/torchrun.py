@@ -1,7 +1,7 @@
-"""`torchrun --rdzv-backend=keepstep`: the entry point, what it refuses, and `keepstep run`'s defaults.
+"""Entry point of `torchrun --rdzv-backend=keepstep`: checks of the arguments, and the defaults of `keepstep run`.
 
-torch loads the entry point in every process that imports its rendezvous, chosen or not: importing this
-module imports no torch and does nothing. Everything begins in `create`, in the agent's process only.
+torch loads the entry point in every process that imports its rendezvous, chosen or not: importing this module imports
+no torch and has no effect. `create` is called in the agent's process only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BACKEND = "keepstep"
 LOCAL_ENDPOINT = "localhost:0"
-MAX_RESTARTS = 1_000_000  # keepstep keeps its own budget, launch.restarts per hour
+MAX_RESTARTS = 1_000_000  # keepstep has a limit of its own: launch.restarts within an hour.
 
 
 def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -33,7 +33,7 @@ def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """Called by torchrun when this backend was chosen."""
+    """Create the rendezvous handler. Called by torchrun when this backend was chosen."""
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
     from keepstep.launcher.rendezvous import KeepstepRendezvous
@@ -46,12 +46,12 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
             "the workers on the other nodes fail, and a failure needs a restart",
             hint=f"--max-restarts={MAX_RESTARTS}, or keepstep run, which sets it",
         )
-    if params.max_nodes > 1:  # every round this job may have, one node alone excepted, must bear the losses
+    if params.max_nodes > 1:  # Every possible round must bear the losses, except that of one node.
         check_losses(config.parity.losses, max(params.min_nodes, 2))
     if params.get("store_type", "tcp").strip().lower() != "tcp":
         raise ConfigError("rounds of keepstep need a TCP store", hint="--rdzv-conf without store_type")
     if params.max_nodes == 1 and not params.endpoint:
-        params.endpoint = LOCAL_ENDPOINT  # torch's default port is one for all jobs of a machine
+        params.endpoint = LOCAL_ENDPOINT  # torch's default port is the same for all jobs of a machine.
     _, store = create_backend(params)
     return KeepstepRendezvous(cast("TCPStore", store), params, identity=identity, config=config)
 
@@ -59,13 +59,13 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
 def _identify(config: Config, rendezvous_id: str) -> Identity:
     if not config.run_id and rendezvous_id in NO_ID:
         raise ConfigError(
-            "this job has no name, and its state must not be mixed with another job's", hint="--rdzv-id=<a name>"
+            "this job has no run id, and its state must not be mixed with another job's", hint="set --rdzv-id=<a name>"
         )
     return identify(config, environ={**os.environ, "TORCHELASTIC_RUN_ID": rendezvous_id})
 
 
 def _max_restarts() -> int | None:
-    """What torchrun was given, or None when this process is some other launcher."""
+    """The value given to torchrun; None when this process is another launcher."""
     program = Path(sys.argv[0])
     if program.name != "torchrun" and program.parts[-3:] != ("torch", "distributed", "run.py"):
         return None
@@ -75,10 +75,10 @@ def _max_restarts() -> int | None:
 
 
 def torchrun_arguments(arguments: list[str]) -> list[str]:
-    """torchrun's arguments with our defaults in front, where neither they nor PET_* say otherwise.
+    """torchrun's arguments, with keepstep's defaults in front for what neither they nor PET_* set.
 
-    torchrun's own parser reads them, so that every spelling it takes is understood here too; as there,
-    malformed arguments end the process with its usage message. The script and what follows stay untouched.
+    torchrun's own parser reads them, so that every spelling that it accepts works here too. Malformed arguments end the
+    process with its usage message. The script and its arguments are not changed.
     """
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
@@ -87,8 +87,8 @@ def torchrun_arguments(arguments: list[str]) -> list[str]:
     given = parser.parse_args(arguments)
     one_node = parse_min_max_nnodes(given.nnodes)[1] == 1
     if _choice(given, "rdzv_backend") not in (None, BACKEND):
-        return arguments  # somebody else's rendezvous: our budget of restarts is not in force there
-    if given.standalone:  # torchrun would put its own backend and a new id in the place of ours
+        return arguments  # Another rendezvous: keepstep's limit on restarts does not apply there.
+    if given.standalone:  # torchrun would replace our backend and run id by its own.
         options = len(arguments) - 1 - len(given.training_script_args)
         arguments = [a for a in arguments[:options] if not a.startswith("--stan")] + arguments[options:]
     defaults = {"rdzv_backend": BACKEND, "max_restarts": str(MAX_RESTARTS)}
@@ -103,6 +103,6 @@ def torchrun_arguments(arguments: list[str]) -> list[str]:
 
 
 def _choice(given: Namespace, name: str) -> object:
-    """What the arguments say, else what torchrun takes from the environment, else None."""
+    """The argument, else the variable that torchrun reads, else None."""
     argument = getattr(given, name)
     return os.environ.get(f"PET_{name.upper()}") if argument is None else argument

@@ -9,8 +9,8 @@
 
 A node is an agent (`torchrun --rdzv-backend=keepstep`), its trainers and its keeper, with a node id, a runtime
 directory and an address of their own. The rendezvous store is a process beside them: any node may die.
-Scripts say what they do through `keepstep.testing.facts`. Every wait has a deadline, and its error shows
-the end of every node's log. Leaving the block ends all of it and raises when a process or a file is left.
+Scripts report through `keepstep.testing.facts`. Every wait has a deadline, and its error shows the end of every
+node's log. The end of the block ends everything, and raises if a process or a file remains.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from keepstep.types import Status
 
 __all__ = ["LocalCluster", "Node", "RestoredRecord"]
 
-WAIT_S = 120.0  # rounds take seconds, and a minute where two cores serve thirty processes
+WAIT_S = 120.0  # Rounds take seconds, and a minute where two cores serve thirty processes.
 LOG_TAIL_BYTES = 4000
 
 STORE = """
@@ -52,24 +52,19 @@ threading.Event().wait()
 
 @dataclass(frozen=True)
 class RestoredRecord:
-    """What the trainers of the newest incarnation restored, all of them the same version."""
+    """The version that all trainers of the newest incarnation restored."""
 
-    step: int | None
-    """None: a first start"""
-    source: str
-    """memory, parity or disk: the furthest that any rank had to go"""
+    step: int | None  # None: a first start.
+    source: str  # memory, parity or disk: the furthest source that any rank needed.
     survives: str
-    plan: list[str]
-    """of rank 0"""
+    plan: list[str]  # of rank 0
     incarnation: int
-    nodes: list[str]
-    """node ids by rank of their first trainer"""
-    at: float
-    """when the last rank had it, by time.time()"""
+    nodes: list[str]  # node ids, by the rank of their first trainer
+    at: float  # time.time() when the last rank had restored
 
 
 class LocalCluster:
-    """`nodes` must all be there (or `min_nodes` of them); `spares` more wait for a place."""
+    """A job of `nodes` nodes (at least `min_nodes` of them), and `spares` more that wait for a place."""
 
     def __init__(
         self,
@@ -84,7 +79,7 @@ class LocalCluster:
         network: Network | None = None,
         backend: str = "keepstep",
     ) -> None:
-        """`backend`: torchrun's; with its own (c10d) scripts must put KEEPSTEP_INCARNATION into their environment."""
+        """`backend`: of torchrun. With c10d, scripts must set KEEPSTEP_INCARNATION in their own environment."""
         self.size, self.trainers, self._min_nodes = nodes, trainers, min_nodes or nodes
         self._script, self._arguments, self._num_spares = Path(script).resolve(), list(arguments), spares
         self._extra = dict(environ or {})
@@ -96,18 +91,17 @@ class LocalCluster:
         self.directory = Path(tempfile.mkdtemp(prefix="ks-", dir="/tmp"))
         (self.directory / "facts").mkdir()
         self.facts = Facts(self.directory / "facts")
-        self.nodes: list[Node] = []
-        """by the place they were started for; a replaced node is in `gone`"""
+        self.nodes: list[Node] = []  # By the place they were started for; a replaced node is in `gone`.
         self.gone: list[Node] = []
         self.spares: list[Node] = []
         self._store: subprocess.Popen[str] | None = None
         self._endpoint = ""
         self._at_least = 0
 
-    # The story
+    # Training and failures
 
     def start(self) -> Self:
-        """Start the store and all nodes. Returns at once: training begins when they have met."""
+        """Start the store and all nodes. Returns at once: training begins when all have joined."""
         self.network.open()
         self._start_store()
         self.nodes = [Node(self, f"node{index}").start() for index in range(self.size)]
@@ -119,20 +113,20 @@ class LocalCluster:
         return self.nodes[index]
 
     def replace(self, index: int) -> Node:
-        """Another machine in the place of one that is gone: another id, another address, empty."""
+        """Start an empty node with another id and address in place of one that is lost."""
         former = self.nodes[index]
         self.gone.append(former)
         self.nodes[index] = Node(self, f"{former.node_id}b").start()
         return self.nodes[index]
 
     def kill_store(self) -> None:
-        """The rendezvous store, which no new round can begin without."""
+        """Kill the rendezvous store. No new round can begin without it."""
         assert self._store is not None
         self._store.kill()
         self._store.communicate()
 
     def train(self, *, until: int, timeout_s: float = WAIT_S) -> None:
-        """Have the cluster train until every rank has done this step, since the last thing that was broken."""
+        """Start if necessary, and wait until every rank has done this step since the last failure."""
         if not self.nodes:
             self.start()
         self.wait_step(until, timeout_s=timeout_s)
@@ -141,44 +135,44 @@ class LocalCluster:
         self._wait(lambda: self._all_have("step", lambda fact: fact["step"] >= step), f"step {step}", timeout_s)
 
     def disturbed(self) -> None:
-        """What is waited for from now on must come from a later incarnation."""
+        """A failure was injected: facts that are waited for must be of a later incarnation from now on."""
         self._at_least = self.incarnation + 1
 
     @property
     def incarnation(self) -> int:
-        """The newest that a trainer spoke from, 0 before the first."""
+        """The newest incarnation that a trainer reported; 0 before the first."""
         return max((int(fact["incarnation"]) for fact in self.facts), default=0)
 
     @property
     def step(self) -> int:
-        """The last step that every rank of the newest incarnation has done, -1 before the first."""
-        told = self._newest("step")
-        return min(int(fact["step"]) for fact in told) if told else -1
+        """The last step that every rank of the newest incarnation has done; -1 before the first."""
+        facts = self._newest("step")
+        return min(int(fact["step"]) for fact in facts) if facts else -1
 
     @property
     def restored(self) -> RestoredRecord:
-        """What the trainers of the newest incarnation restored; waits for the one that follows a failure."""
-        self._wait(lambda: self._all_have("restored"), "what was restored", WAIT_S)
-        told = self._newest("restored")
-        steps = {fact["step"] for fact in told}
-        assert len(steps) == 1, f"ranks restored different steps: {told}"
-        furthest = max(told, key=lambda fact: ["", "memory", "parity", "disk"].index(fact["source"]))
+        """The restore of the newest incarnation. After a failure it waits for the next incarnation."""
+        self._wait(lambda: self._all_have("restored"), "the restore", WAIT_S)
+        facts = self._newest("restored")
+        steps = {fact["step"] for fact in facts}
+        assert len(steps) == 1, f"ranks restored different steps: {facts}"
+        furthest = max(facts, key=lambda fact: ["", "memory", "parity", "disk"].index(fact["source"]))
         return RestoredRecord(
-            told[0]["step"], furthest["source"], told[0]["survives"], told[0]["plan"], told[0]["incarnation"],
-            [fact["node"] for fact in told[:: self.trainers]], max(fact["at"] for fact in told),
+            facts[0]["step"], furthest["source"], facts[0]["survives"], facts[0]["plan"], facts[0]["incarnation"],
+            [fact["node"] for fact in facts[:: self.trainers]], max(fact["at"] for fact in facts),
         )  # fmt: skip
 
     def result(self, *, timeout_s: float = WAIT_S) -> list[Any]:
-        """The digests that the trainers told at their end, by rank; their agents have ended well."""
+        """The digests that the trainers reported at their end, by rank, once their agents have exited with code 0."""
         self._wait(lambda: self._all_have("result"), "results", timeout_s)
-        told = self._newest("result")
-        members = [node for node in self._every if node.node_id in {fact["node"] for fact in told}]
+        facts = self._newest("result")
+        members = [node for node in self._every if node.node_id in {fact["node"] for fact in facts}]
         agents = [node.agent for node in members if node.agent is not None]
         self._wait(lambda: all(agent.poll() == 0 for agent in agents), "the end of the agents", timeout_s, members)
-        return [fact["digest"] for fact in told]
+        return [fact["digest"] for fact in facts]
 
     def add_spare(self) -> Node:
-        """One more node, which waits for a place."""
+        """Start one more node, which waits for a place."""
         self.spares.append(Node(self, f"spare{len(self.spares)}").start())
         return self.spares[-1]
 
@@ -196,7 +190,7 @@ class LocalCluster:
     # The end
 
     def close(self) -> None:
-        """End everything; AssertionError when something is left."""
+        """End everything. Raises AssertionError if a process or a file remains."""
         every = self._every
         try:
             for node in every:
@@ -224,7 +218,7 @@ class LocalCluster:
         left = [f"process {pid}" for pid in marked_processes(f"{CLUSTER}={self.mark}".encode())]
         for node in self._every:
             if not node.killed:
-                # os.walk, unlike rglob, does not mind what goes away meanwhile.
+                # Unlike rglob, os.walk ignores files that disappear meanwhile.
                 for directory, _, names in os.walk(node.identity.runtime_dir):
                     left += [directory, *(f"{directory}/{name}" for name in names)]
         return left
@@ -237,7 +231,7 @@ class LocalCluster:
     ) -> None:
         self.close()
 
-    # How it is started
+    # Commands
 
     @property
     def environ(self) -> dict[str, str]:
@@ -245,7 +239,7 @@ class LocalCluster:
         ours = {
             CLUSTER: self.mark, FACTS: str(self.directory / "facts"), "KEEPSTEP_RUN_ID": self.run_id,
             "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1",
-            "TMPDIR": str(self.directory),  # torchrun leaves its log directories there
+            "TMPDIR": str(self.directory),  # torchrun leaves its log directories there.
         }  # fmt: skip
         return clean | ours | self._extra
 
@@ -270,7 +264,7 @@ class LocalCluster:
         assert port, f"the store did not start\n{self.tails()}"
         self._endpoint = f"{address}:{port}"
 
-    # What the trainers told
+    # Facts of the trainers
 
     def _newest(self, event: str) -> list[dict[str, Any]]:
         """The last fact of this kind from each rank of the newest incarnation, by rank."""
@@ -279,8 +273,8 @@ class LocalCluster:
         return [last[rank] for rank in sorted(last)]
 
     def _all_have(self, event: str, holds: Callable[[dict[str, Any]], bool] = lambda fact: True) -> bool:
-        told = self._newest(event)
-        return bool(told) and len(told) == told[0]["world_size"] and all(holds(fact) for fact in told)
+        facts = self._newest(event)
+        return bool(facts) and len(facts) == facts[0]["world_size"] and all(holds(fact) for fact in facts)
 
     @property
     def _every(self) -> list[Node]:
@@ -293,8 +287,8 @@ class LocalCluster:
         among = self.nodes if among is None else among
         deadline = time.monotonic() + timeout_s
         while not condition():
-            ended = [n for n in among if not n.killed and n.agent is not None and n.agent.poll() not in (None, 0)]
-            if ended or time.monotonic() > deadline:
-                why = f"{ended[0].node_id} ended with an error" if ended else f"{timeout_s:g} s were not enough"
-                raise AssertionError(f"waited for {what}: {why}\n{self.tails()}")
+            failed = [n for n in among if not n.killed and n.agent is not None and n.agent.poll() not in (None, 0)]
+            if failed or time.monotonic() > deadline:
+                reason = f"{failed[0].node_id} ended with an error" if failed else f"not within {timeout_s:g} s"
+                raise AssertionError(f"waited for {what}: {reason}\n{self.tails()}")
             time.sleep(0.05)

@@ -1,10 +1,10 @@
-"""What trainers under test say, and how a test reads it: JSON lines, one file per process.
+"""Facts that trainers under test report, and how a test reads them: JSON lines, one file per process.
 
-A training script for a LocalCluster says three things; everything else it may add is only kept:
+A training script for a LocalCluster reports three kinds; any other is kept for the test:
 
-    tell_restored(restored)          what restore() returned, None included
+    tell_restored(restored)          the result of restore(), None included
     tell("step", step=step)          after each step
-    tell("result", digest=...)       once, at the end: what a run without failures would also say
+    tell("result", digest=...)       once, at the end: equal to that of a run without failures
 
 Outside a cluster `tell` prints the line, so that the same script runs by hand. Nothing here imports torch.
 """
@@ -22,7 +22,7 @@ FACTS = "KEEPSTEP_TEST_FACTS"
 
 
 def tell(event: str, **fields: Any) -> None:
-    """One line, whole or not at all as far as a reader is concerned: it ends with a newline."""
+    """Report a fact as one line. It ends with a newline, so that a reader sees all of it or nothing."""
     environ = os.environ
     line = json.dumps(
         {
@@ -41,7 +41,7 @@ def tell(event: str, **fields: Any) -> None:
 
 
 def tell_restored(restored: Any) -> None:
-    """`restored`: a keepstep.Restored, or None on a first start."""
+    """Report the result of restore(): a keepstep.Restored, or None on a first start."""
     if restored is None:
         tell("restored", step=None, source="", survives="", plan=[])
     else:
@@ -52,7 +52,7 @@ def tell_restored(restored: Any) -> None:
 
 
 class Facts:
-    """All lines of a directory, read as they come."""
+    """All facts of a directory, read as they are written."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -60,12 +60,12 @@ class Facts:
         self._facts: list[dict[str, Any]] = []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """In the order in which they were told."""
+        """All facts so far, by time."""
         for path in self._directory.glob("*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
-                whole, newline, _ = file.read().rpartition(b"\n")
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
-            self._facts += [json.loads(line) for line in whole.splitlines()]
-        self._facts.sort(key=lambda fact: float(fact["at"]))  # cheap: nearly sorted
+                lines, newline, _ = file.read().rpartition(b"\n")
+            self._offsets[path] = self._offsets.get(path, 0) + len(lines) + len(newline)
+            self._facts += [json.loads(line) for line in lines.splitlines()]
+        self._facts.sort(key=lambda fact: float(fact["at"]))  # Cheap: the list is nearly sorted.
         return iter(self._facts)

@@ -13,7 +13,7 @@ from keepstep import faults
 
 @dataclass
 class Fault:
-    """What was passed, and whether the fault was met."""
+    """The effects that were reached, and the one that failed."""
 
     nth: int
     make: Callable[[str], BaseException]
@@ -41,7 +41,7 @@ def out_of_memory(name: str) -> BaseException:
 
 @contextlib.contextmanager
 def fail_nth(nth: int, *, only: str = "", make: Callable[[str], BaseException] = out_of_memory) -> Iterator[Fault]:
-    """The Nth effect whose name begins with `only` raises; all others pass."""
+    """Make the Nth effect whose name begins with `only` raise; all others succeed."""
     fault = Fault(nth, make, only)
     faults.install(fault)
     try:

@@ -1,9 +1,9 @@
-"""The network that the nodes of a LocalCluster share: the loopback, or real links between namespaces.
+"""The network of a LocalCluster: the loopback, or links between network namespaces.
 
-`Loopback` gives each node an address of its own and nothing else. `Namespaces` gives each node a network
-namespace with one link to a bridge, which lives in a namespace of its own: links can be cut and slowed, and
-what one node sends is counted. With `apart` keepers have a second link, so that theirs can be cut while trainers
-and agents go on. Needs root, `ip` and `tc`; everything goes when it is closed.
+`Loopback` gives each node an address of its own and nothing else. `Namespaces` gives each node a network namespace with
+one link to a bridge, which has a namespace of its own: links can be cut and slowed, and the bytes that a node sends are
+counted. With `apart` keepers have a second link, which can be cut while trainers and agents go on. Needs root, `ip` and
+`tc`; `close` removes everything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 from keepstep.errors import ConfigError
 
 COMMAND_S = 20.0
-DEVICE, KEEPERS = "eth0", "eth1"  # inside a node's namespace: everybody's, and the keepers' own
+DEVICE, KEEPERS = "eth0", "eth1"  # Inside a node's namespace: of all processes, and the keepers' own.
 SUBNET = "10.77.0"
 SUBNETS = {DEVICE: SUBNET, KEEPERS: "10.78.0"}
 BRIDGES = {DEVICE: "br0", KEEPERS: "br1"}
@@ -26,7 +26,7 @@ RATE = re.compile(r"[0-9]+(bit|kbit|mbit|gbit)")
 
 
 class Network(Protocol):
-    """What a cluster needs of its network."""
+    """The network as a cluster uses it."""
 
     store_address: str
 
@@ -34,10 +34,10 @@ class Network(Protocol):
     def close(self) -> None: ...
 
     def add(self, node_id: str) -> str:
-        """A place for one more node; returns its address."""
+        """Add a node. Returns its address."""
 
     def inside(self, node_id: str, command: list[str]) -> list[str]:
-        """The command that runs `command` on that node; "" is the place of the rendezvous store."""
+        """The command that runs `command` on that node; "" is where the rendezvous store runs."""
 
     def environ(self, node_id: str) -> dict[str, str]: ...
 
@@ -70,7 +70,7 @@ class Loopback:
 class Namespaces:
     """A namespace per node, around a bridge. `rate`: of each link, both ways, as `tc` writes it: 200mbit.
 
-    `apart`: keepers meet over a link of their own, KEEPERS.
+    `apart`: keepers use a link of their own, KEEPERS.
     """
 
     store_address = f"{SUBNET}.1"
@@ -99,19 +99,19 @@ class Namespaces:
             raise
 
     def close(self) -> None:
-        """Links go with the namespaces at their ends. A namespace that a process still lives in goes with it."""
+        """Remove the namespaces, and with them the links. One that a process still uses is removed at its end."""
         while self._opened:
             _run(["ip", "netns", "del", self._opened.pop()], check=False)
 
     def add(self, node_id: str) -> str:
         self._nodes[node_id] = len(self._nodes)
-        here = self._namespace(node_id)
-        self._make(here)
+        namespace = self._namespace(node_id)
+        self._make(namespace)
         for device in self._devices:
             port = self._port(node_id, device)
-            _run(f"ip link add {port} netns {self._bridge} type veth peer name {device} netns {here}".split())
-            self._do(here, f"ip addr add {self._address(node_id, device)}/16 dev {device}")
-            self._do(here, f"ip link set {device} up")
+            _run(f"ip link add {port} netns {self._bridge} type veth peer name {device} netns {namespace}".split())
+            self._do(namespace, f"ip addr add {self._address(node_id, device)}/16 dev {device}")
+            self._do(namespace, f"ip link set {device} up")
             self._do(self._bridge, f"ip link set {port} master {BRIDGES[device]} up")
             if self._rate:
                 self.limit(node_id, self._rate, device)
@@ -124,17 +124,17 @@ class Namespaces:
         keepers = self._address(node_id, self._devices[-1])
         return {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE, "KEEPSTEP_PEERS_ADDRESS": keepers}
 
-    # What a test does to it
+    # Faults
 
     def cut(self, node_id: str, device: str = DEVICE) -> None:
-        """The node's link is down: nothing comes, nothing goes, nobody is told."""
+        """Set the node's link down: nothing passes, and no process is notified."""
         self._do(self._bridge, f"ip link set {self._port(node_id, device)} down")
 
     def mend(self, node_id: str, device: str = DEVICE) -> None:
         self._do(self._bridge, f"ip link set {self._port(node_id, device)} up")
 
     def limit(self, node_id: str, rate: str, device: str = DEVICE) -> None:
-        """Both directions of the node's link. "" lifts the limit."""
+        """Limit both directions of the node's link; "" removes the limit."""
         shape = f"tbf rate {rate} burst 256kb limit 4mb" if _checked(rate) else ""
         for place, end in ((self._namespace(node_id), device), (self._bridge, self._port(node_id, device))):
             _run(["ip", "netns", "exec", place, "tc", "qdisc", "del", "dev", end, "root"], check=False)
@@ -142,7 +142,7 @@ class Namespaces:
                 self._do(place, f"tc qdisc add dev {end} root {shape}")
 
     def sent_bytes(self, node_id: str, device: str = DEVICE) -> int:
-        """What the node has put on its link so far, headers included."""
+        """Bytes that the node has sent on its link, headers included."""
         path = f"/sys/class/net/{device}/statistics/tx_bytes"
         return int(self._do(self._namespace(node_id), f"cat {path}"))
 
@@ -177,7 +177,7 @@ def _checked(rate: str) -> str:
 
 
 def _run(command: list[str], *, check: bool = True) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
-    if check and done.returncode:
-        raise ConfigError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
-    return done.stdout
+    result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    if check and result.returncode:
+        raise ConfigError(f"{' '.join(command)}: {result.stderr.strip() or result.returncode}")
+    return result.stdout

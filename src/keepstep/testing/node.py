@@ -1,4 +1,4 @@
-"""One node of a LocalCluster: an agent, its trainers and its keeper, with ways to break and to look at them."""
+"""One node of a LocalCluster: an agent, its trainers and its keeper, with ways to break and to inspect them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ END_S = 20.0
 
 
 class Node:
-    """One node of a cluster. Started by the cluster."""
+    """One node of a cluster, started by the cluster."""
 
     def __init__(self, cluster: LocalCluster, node_id: str) -> None:
         self._cluster, self.node_id = cluster, node_id
@@ -53,10 +53,10 @@ class Node:
     # Breaking it
 
     def kill(self) -> None:
-        """SIGKILL of everything on the node at one instant, as when its power goes."""
+        """SIGKILL everything on the node at once, as a power failure does."""
         self._cluster.disturbed()
         self.killed = True
-        # Stopped first: nobody on the node sees another one die.
+        # Stopped first, so that no process of the node sees another one die.
         for sign in (signal.SIGSTOP, signal.SIGKILL):
             self._signal(sign)
         wait_until(lambda: not self._signal(signal.SIGKILL), timeout_s=END_S, what=f"the end of {self.node_id}")
@@ -64,7 +64,7 @@ class Node:
             self.agent.wait(END_S)
 
     def freeze(self) -> None:
-        """SIGSTOP of everything: the node hangs, and its connections stay open."""
+        """SIGSTOP everything: the node hangs, and its connections stay open."""
         self._cluster.disturbed()
         self._signal(signal.SIGSTOP)
 
@@ -72,39 +72,39 @@ class Node:
         self._signal(signal.SIGCONT)
 
     def kill_trainer(self, local: int = 0) -> int:
-        """Returns the pid."""
+        """SIGKILL one trainer. Returns its pid."""
         pid = self.trainers()[local]
         self._cluster.disturbed()
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def kill_agent(self) -> None:
-        """The launcher only: its trainers and its keeper go on."""
+        """SIGKILL the launcher only: its trainers and its keeper go on."""
         assert self.agent is not None
         self.agent.kill()
         self.agent.wait(END_S)
 
     def kill_keeper(self) -> int:
-        """The keeper only, which must not disturb anybody. Returns the pid."""
+        """SIGKILL the keeper only, which must not disturb training. Returns its pid."""
         pid = self.keeper_pid()
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not alive(pid), what=f"the end of keeper {pid}")
         return pid
 
-    # Looking at it
+    # Inspecting it
 
     def processes(self) -> list[int]:
         mark = f"{NODE}={self.node_id}".encode()
         return marked_processes(mark, f"{CLUSTER}={self._cluster.mark}".encode())
 
     def trainers(self) -> dict[int, int]:
-        """Pids by local rank; the trainers' own children are not among them."""
-        found: dict[int, int] = {}
+        """Pids by local rank, without the trainers' own children."""
+        pids: dict[int, int] = {}
         for local in range(self._cluster.trainers):
             for pid in marked_processes(f"{CLUSTER}={self._cluster.mark}".encode(), f"LOCAL_RANK={local}".encode()):
                 if self.agent is not None and _parent(pid) == self.agent.pid:
-                    found[local] = pid
-        return found
+                    pids[local] = pid
+        return pids
 
     def keeper_pid(self) -> int:
         return keeper_pid(self.identity)
@@ -117,7 +117,7 @@ class Node:
             client.close()
 
     def release(self) -> None:
-        """End the keeper, if there is one."""
+        """End the keeper, if one runs."""
         with contextlib.suppress(KeeperError):
             client = KeeperClient(self.identity, "cli")
             try:

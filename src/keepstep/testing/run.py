@@ -1,4 +1,4 @@
-"""A run of its own on this machine: a private runtime directory, its keeper, and the proof that nothing is left.
+"""A private run on this machine: a runtime directory, its keeper, and a check that nothing of it remains.
 
     with LocalRun() as run:
         with keepstep.Snapshotter(state, run.config()) as snapshots: ...
@@ -46,7 +46,7 @@ M = TypeVar("M")
 
 
 class LocalRun:
-    """Names a run that nobody else has, and watches over what was started for it."""
+    """A run with a directory of its own, and all processes that are started for it."""
 
     def __init__(self, run_id: str = "test-run", node_id: str = "test-node") -> None:
         # Short: a unix socket path has 107 bytes.
@@ -55,7 +55,7 @@ class LocalRun:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What a process of this run needs in its environment."""
+        """Environment variables for a process of this run."""
         return {
             "KEEPSTEP_RUN_ID": self.identity.run_id,
             "KEEPSTEP_NODE_ID": self.identity.node_id,
@@ -82,24 +82,24 @@ class LocalRun:
         return msgspec.json.decode(self.ask(WantStatus(), StatusIs)[0].json, type=Status)
 
     def verify(self) -> list[VerifyResult]:
-        """Every sealed slot, checked byte for byte by the keeper."""
+        """Have the keeper verify every sealed slot, byte for byte."""
         return self.ask(WantVerify(), Verified)[0].results
 
     @contextlib.contextmanager
     def arenas(self) -> Iterator[list[Arena]]:
-        """The memory itself, to look at or to damage, in the order of the local ranks."""
+        """The arenas by local rank, for inspection or for damage."""
         _, fds = self.ask(WantArenas(), Hold)
         with contextlib.ExitStack() as stack:
             for fd in fds:
                 stack.callback(os.close, fd)
-            found = [Arena.adopt(fd, run_id=self.identity.run_id, node_id=self.identity.node_id) for fd in fds]
-            yield sorted(found, key=lambda arena: (arena.header.local_index, arena.header.generation))
+            arenas = [Arena.adopt(fd, run_id=self.identity.run_id, node_id=self.identity.node_id) for fd in fds]
+            yield sorted(arenas, key=lambda arena: (arena.header.local_index, arena.header.generation))
 
     def keeper_pid(self) -> int:
         return keeper_pid(self.identity)
 
     def kill_keeper(self) -> int:
-        """SIGKILL, and wait for the end. Returns the pid."""
+        """SIGKILL the keeper and wait for its end. Returns the pid."""
         pid = self.keeper_pid()
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not alive(pid), what=f"the end of keeper {pid}")
@@ -108,13 +108,13 @@ class LocalRun:
     # The end
 
     def end(self) -> None:
-        """Release the keeper; raises AssertionError when anything is left."""
+        """Release the keeper. Raises AssertionError if a process or a file remains."""
         released = False
         try:
             with contextlib.suppress(KeeperError):
                 self.ask(Release(force=True), Done)
                 released = True
-            # A keeper that was killed, with nobody left to start another one, could not take its files along.
+            # A killed keeper that no process replaces leaves its files behind.
             wait_until(
                 lambda: not self.processes() and not (released and self.files()),
                 timeout_s=END_S,
@@ -145,7 +145,7 @@ class LocalRun:
 def wait_until(
     condition: Callable[[], Any], *, timeout_s: float = 20.0, what: str | Callable[[], str] = "a condition"
 ) -> None:
-    """Poll; AssertionError when it does not come true in time."""
+    """Poll a condition. Raises AssertionError if it is not true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what if isinstance(what, str) else what()}"
@@ -153,7 +153,7 @@ def wait_until(
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs: one that waits to be reaped does not."""
+    """Whether a process runs. One that waits to be reaped does not."""
     if pid <= 0:
         return False
     try:
@@ -164,7 +164,7 @@ def alive(pid: int) -> bool:
 
 
 def keeper_pid(identity: Identity) -> int:
-    """The pid on the keeper's card, 0 when there is none. A killed keeper leaves its card."""
+    """The pid on the keeper's card; 0 when there is none. The card of a killed keeper stays."""
     try:
         return int(json.loads(identity.card.read_text(encoding="utf-8"))["pid"])
     except (OSError, ValueError):
@@ -172,12 +172,12 @@ def keeper_pid(identity: Identity) -> int:
 
 
 def marked_processes(*marks: bytes) -> list[int]:
-    """Every other process that was started with all of these (NAME=value) in its environment, and lives."""
-    found = []
+    """Every other living process that was started with all of these (NAME=value) in its environment."""
+    pids = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         if pid != os.getpid() and set(marks) <= set(_environment(pid)) and alive(pid):
-            found.append(pid)
-    return found
+            pids.append(pid)
+    return pids
 
 
 def _environment(pid: int) -> list[bytes]:

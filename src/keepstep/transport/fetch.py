@@ -4,7 +4,7 @@ Invariants:
 - A fetch ends exactly once. The thread that ends it has released the caller's buffer before.
 - A stream is connected when the first fetch needs it, and carries one request at a time.
 - A failure in the middle of an answer (deadline, cancel, malformed data) costs the connection: the rest of that answer
-  could not be told from the next one.
+  could not be separated from the next one.
 - A fetch fails because of a broken connection only if that connection was new. One that broke while idle is replaced,
   since reading again does no harm.
 

@@ -33,7 +33,7 @@ def test_a_first_start_orders_nodes_by_name_as_people_count() -> None:
     assert assign_ranks(["b", "10", "a1", "a"], []) == ["a", "a1", "b", "10"]
 
 
-def test_survivors_keep_their_ranks_and_newcomers_fill_the_holes() -> None:
+def test_survivors_keep_their_ranks_and_newcomers_fill_free_ones() -> None:
     assert assign_ranks(["z", "a", "d", "b"], ["b", "c", "a", "d"]) == ["b", "z", "a", "d"]
     assert assign_ranks(["x", "w", "d", "a"], ["a", "b", "c", "d"]) == ["a", "w", "x", "d"]
 
@@ -87,21 +87,21 @@ def test_the_newest_list_of_members_counts() -> None:
     assert newest_members({}) == ""
 
 
-def test_a_keeper_that_took_over_is_told_its_own_new_address() -> None:
+def test_a_replacement_keeper_gets_its_own_new_address() -> None:
     told = membership(agree([known("a"), known("b")], [], nonce=1, secret=b"s"), 1, b"")
     again = with_own_card(told, card("b", "2"))
     assert [node.instance for node in again.nodes] == ["1", "2"]
     assert again.incarnation == told.incarnation
 
 
-def test_more_losses_than_nodes_bear_are_refused_with_the_largest_possible_value() -> None:
+def test_too_many_losses_are_refused_with_the_largest_possible_value() -> None:
     check_losses(4, 1)
     check_losses(1, 2)
     with pytest.raises(ConfigError, match="the largest possible value is 2"):
         check_losses(3, 3)
 
 
-def test_a_secret_file_must_hold_something(tmp_path: Path) -> None:
+def test_an_empty_secret_file_is_refused(tmp_path: Path) -> None:
     assert read_secret("") == b""
     path = tmp_path / "secret"
     path.write_bytes(b"\n")

@@ -25,7 +25,7 @@ def nobody_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("sizes", "largest"), [((2, 2), 1), ((3, 8), 2), ((1, 8), 1)])
-def test_losses_that_a_round_of_this_job_could_not_bear(
+def test_losses_beyond_the_smallest_round_are_refused(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], largest: int
 ) -> None:
     monkeypatch.setenv("KEEPSTEP_PARITY_LOSSES", str(largest + 1))

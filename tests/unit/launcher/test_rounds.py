@@ -70,7 +70,7 @@ def test_a_dead_candidate_is_not_counted() -> None:
     assert pick(waiting("a1", "b1", "c1"), "a1 c1")[1].startswith("2 of at least 3 nodes")
 
 
-def test_a_member_that_asks_again_ends_the_round_it_was_in() -> None:
+def test_a_member_that_asks_again_ends_its_round() -> None:
     state = request_place(standing("a1", "b1", "c1"), seat("b1"))
     assert "node b has left the round" in state.broken
     assert [member.agent for member in state.members] == ["a1", "b1", "c1"]
@@ -93,7 +93,7 @@ def test_members_that_live_are_waited_for_before_a_spare_gets_a_place() -> None:
     assert pick(waiting("b1", state=state), "a1 b1 x1 y1", last="abc")[0] == "a1 b1 x1"
 
 
-def test_the_spare_that_came_first_gets_the_hole_and_the_others_keep_their_ranks() -> None:
+def test_the_first_spare_gets_the_free_rank_and_the_others_keep_theirs() -> None:
     state = end_round(waiting("y1", "x1", state=standing("a1", "b1", "c1")), 1, "b is dead")
     state = waiting("c1", "a1", state=state)
     chosen, _ = pick(state, "a1 c1 x1 y1", last="abc")
@@ -139,13 +139,13 @@ def test_a_job_of_the_same_name_can_begin_where_the_last_one_closed() -> None:
     assert not again.stands
 
 
-def test_small_rounds_watch_everybody_and_large_ones_the_next_few() -> None:
+def test_small_rounds_watch_all_members_and_large_ones_the_next_few() -> None:
     assert [other.agent for other in agents_to_watch(standing("a1", "b1", "c1"), 1)] == ["c1", "a1"]
     large = RoundState(round=1, members=[AgentId(str(n), str(n)) for n in range(40)], broken="")
     assert [other.agent for other in agents_to_watch(large, 38)] == ["39", "0", "1"]
 
 
-def test_an_agent_is_silent_only_while_somebody_listens() -> None:
+def test_silence_counts_only_while_counters_are_read() -> None:
     silences = SilenceTimer()
     assert silences.silent_s("a") == 0
     silences.update({"a": 5}, 1.0)

@@ -27,7 +27,7 @@ def added(arguments: list[str]) -> dict[str, str]:
     return dict(option.split("=", 1) for option in filled[: len(filled) - len(arguments) - len(SCRIPT)])
 
 
-def test_one_node_gets_everything_and_an_id_of_its_own() -> None:
+def test_one_node_gets_all_defaults_and_a_new_id() -> None:
     first, second = added(["--nproc-per-node=2"]), added(["--nproc-per-node=2"])
     assert first.pop("--rdzv-id") != second.pop("--rdzv-id")
     assert first == {
@@ -66,7 +66,7 @@ def test_what_was_given_stays(arguments: list[str], name: str) -> None:
     assert set(added([*arguments, "--nproc_per_node", "2"])) == whole - {name}
 
 
-def test_what_torchruns_own_environment_says_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_from_torchruns_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_MAX_RESTARTS", "3")
     monkeypatch.setenv("PET_RDZV_ID", "x")
     assert set(added([])) == {"--rdzv-backend", "--rdzv-endpoint"}

@@ -61,7 +61,7 @@ def test_frames_cannot_be_repeated_left_out_moved_or_sent_back() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
-def test_rubbish_is_an_error_or_nothing(data: bytes) -> None:
+def test_garbage_is_a_frame_error_or_no_frame(data: bytes) -> None:
     try:
         assert FrameVerifier(KEY).feed(data) == []
     except PeerFrameError:
@@ -75,7 +75,7 @@ def test_a_length_beyond_the_limit_is_refused_from_its_head() -> None:
         FrameVerifier(KEY).feed(bytes(frame[:24]))
 
 
-def test_heads_say_what_they_said() -> None:
+def test_heads_are_decoded_as_they_were_encoded() -> None:
     asked = RequestHead(7, 12, 4096, True)
     assert len(asked.pack()) == REQUEST_HEAD_BYTES
     assert RequestHead.unpack(asked.pack()) == asked

@@ -137,7 +137,7 @@ def failed(outcome: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
-def test_two_that_share_the_secret_agree_on_keys_that_nobody_had_before(kind: int) -> None:
+def test_two_sides_with_one_secret_derive_the_same_new_keys(kind: int) -> None:
     dialer, listener, near, far = attempt(kind=kind)
     assert secret_keys(dialer) == secret_keys(listener)
     assert dialer.keys().ident == listener.keys().ident
@@ -173,7 +173,7 @@ def test_two_that_share_the_secret_agree_on_keys_that_nobody_had_before(kind: in
         "half TLS",
     ],
 )
-def test_a_difference_in_anything_is_the_end_of_it(changed: dict[str, Any]) -> None:
+def test_any_difference_between_the_sides_fails_the_handshake(changed: dict[str, Any]) -> None:
     dialer, listener, near, _ = attempt(**changed)
     assert failed(dialer)
     assert failed(listener)
@@ -189,7 +189,7 @@ def test_versions_must_be_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "version 2" in str(listener)
 
 
-def test_a_dialer_that_is_not_welcome_learns_so_and_nobody_else_can_say_it() -> None:
+def test_a_declined_dialer_is_notified_and_the_verdict_cannot_be_forged() -> None:
     dialer, _, _, _ = attempt(verdict=ALREADY_LINKED)
     assert "already" in str(dialer)
     near, far = Pipe.pair()
@@ -198,7 +198,7 @@ def test_a_dialer_that_is_not_welcome_learns_so_and_nobody_else_can_say_it() -> 
     assert "wrong proof" in str(dialer)
 
 
-def test_a_confirmation_cannot_be_turned_around() -> None:
+def test_a_confirmation_cannot_be_inverted() -> None:
     near, far = Pipe.pair()
     near.mangle = lambda index, data: bytes([ALREADY_LINKED]) + data[1:] if index == 2 else data
     _, listener = shake(Setting(), near, far)
@@ -243,7 +243,7 @@ def test_a_handshake_relayed_to_another_node_of_the_run_fails() -> None:
     assert len(near.written) == 1
 
 
-def test_a_recorded_handshake_is_worth_nothing() -> None:
+def test_a_recorded_handshake_cannot_be_replayed() -> None:
     _, _, near, far = attempt()
     # To a listener: everything the dialer said.
     replayed, fresh = Pipe.pair()
@@ -265,7 +265,7 @@ def test_a_recorded_handshake_is_worth_nothing() -> None:
         )
 
 
-def test_a_stranger_learns_neither_run_nor_node() -> None:
+def test_an_unauthenticated_dialer_learns_neither_run_nor_node() -> None:
     """Neither who knocks nor who pretends to be the peer."""
     _, _, _, far = attempt(dialer_key=b"guess" * 8)
     _, _, near, _ = attempt(listener_key=b"guess" * 8)
