@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from granted import wait_for_grant
 from report import provenance, write_result
 from rich.console import Console
 from rich.table import Table
@@ -65,6 +66,7 @@ def measure(parameters: int, snapshots: int, *, unstable: bool) -> dict[str, Any
         with keepstep.Snapshotter(training.state, config) as keeper:
             keeper._plans.unstable = unstable
             keeper.restore()
+            wait_for_grant(keeper)
             for step in range(SETTLED_AFTER + 2 + snapshots):
                 training.optimizer.step()
                 junk.add_(1)

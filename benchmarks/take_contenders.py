@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from granted import wait_for_grant
 from take_memory import Keeper
 from take_workload import Workload
 
@@ -97,6 +98,7 @@ def open_keepstep(workload: Workload, directory: Path, wait_s: float) -> Iterato
     config = keepstep.Config(run_id=os.environ["KEEPSTEP_RUN_ID"])
     with keepstep.Snapshotter(workload.state, config) as snapshots:
         snapshots.restore()
+        wait_for_grant(snapshots)
         yield _Keepstep(snapshots, wait_s)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -39,3 +40,27 @@ def zygote() -> Iterator[Zygote]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def restore_returns_early() -> None:
+    """Asked for by tests of what happens while the memory for snapshots is still being prepared."""
+
+
+@pytest.fixture(autouse=True)
+def _restore_waits_for_a_grant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`restore()` returns before the memory for snapshots is ready. Most tests want to capture their first step."""
+    if "torch" not in sys.modules or "restore_returns_early" in request.fixturenames:
+        return
+    from granted import wait_for_grant
+
+    from keepstep.trainer.snapshotter import Snapshotter
+
+    restore: Callable[..., Any] = Snapshotter.restore
+
+    def restore_and_wait(self: Snapshotter, *args: Any, **options: Any) -> Any:
+        restored = restore(self, *args, **options)
+        wait_for_grant(self)
+        return restored
+
+    monkeypatch.setattr(Snapshotter, "restore", restore_and_wait)

@@ -71,7 +71,7 @@ class Ring:
 def open_ring(size_bytes: int, device: Device) -> Iterator[Ring]:
     segment = Memfd.create(size_bytes)
     mapping = Mapping(segment)
-    mapping.populate(PREFAULT_THREADS, lambda done: None)
+    mapping.populate(PREFAULT_THREADS)
     if device.is_cuda:
         runtime = torch.cuda.cudart()
         failure = int(runtime.cudaHostRegister(mapping.address, size_bytes, 1))

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from workloads import Workload
 
+from keepstep.trainer.snapshotter import Snapshotter
+
 Mark = torch.cuda.Event | float
 
 
@@ -166,3 +168,16 @@ def without_numbers(reason: str) -> str:
 
 def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
+
+
+def wait_for_grant(snapshots: Snapshotter, timeout_s: float = 300.0) -> bool:
+    """Wait until the first `take` will be granted: `restore()` leaves the memory to the background."""
+    deadline = time.monotonic() + timeout_s
+    memory = snapshots._memory
+    while time.monotonic() < deadline:
+        view = memory.view
+        grant = view.arena.grant() if view is not None and not memory.busy else None
+        if grant is not None and grant.incarnation == snapshots._link.incarnation:
+            return True
+        time.sleep(0.01)
+    return False

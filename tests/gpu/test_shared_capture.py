@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_chunks_and_parity_are_those_of_the_moment_of_take(mode: str, losses: in
     )  # fmt: skip
     arena = Arena.create(header)
     view = ArenaView(arena, Mapping(arena.segment))
-    view.register_with_cuda()
+    view.prepare(threading.Event())
     outcomes = Outcomes()
     plans: Any = SimpleNamespace(validate=lambda cached: "")
     capture = Capture(RankPlace(1, 4, 0, 1), TakeConfig(budget_ms=60_000), fence, plans, outcomes)

@@ -31,6 +31,8 @@ def main(steps: int, sleep_s: float, megabytes: float, *, plain: bool, early: bo
         tell_restored(None)
         train(range(steps), sleep_s, model, optimizer, None)
     else:
+        from granted import wait_for_grant
+
         import keepstep
 
         with keepstep.Snapshotter({"model": model, "optimizer": optimizer}) as snapshots:
@@ -38,6 +40,7 @@ def main(steps: int, sleep_s: float, megabytes: float, *, plain: bool, early: bo
                 dist.init_process_group("gloo")
             os.environ.setdefault("KEEPSTEP_INCARNATION", f"{snapshots.status().incarnation}:0")  # for `tell`
             restored = snapshots.restore()
+            wait_for_grant(snapshots)
             tell_restored(restored)
             train(range(restored.step + 1 if restored else 0, steps), sleep_s, model, optimizer, snapshots)
     digest = hashlib.sha256(model[0].detach().numpy().tobytes())

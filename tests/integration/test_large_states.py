@@ -217,7 +217,7 @@ def test_take_replaces_a_refused_arena_only_when_no_take_uses_it(
         before.clear()
         assert pending.wait(timeout_s=10) >= keepstep.Survives.PROCESS, pending.reason
         training.step()
-        assert "growing" in snapshots.take(5).reason
+        assert "being prepared" in snapshots.take(5).reason
         deadline = time.monotonic() + 20
         while snapshots._memory.busy:
             assert time.monotonic() < deadline

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 import torch._dynamo  # what torch.optim imports at its first step: here it is done once for all forked lives
 import torch.distributed as dist
+from granted import wait_for_grant
 from ports import free_port
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -616,6 +617,7 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         with Snapshotter(case.state, case.config) as snapshots:
             restored = snapshots.restore(rehearsal=case.rehearsal)
+            wait_for_grant(snapshots)
             train(case, snapshots, restored, arguments, rank)
     (out / f"final-{rank}.json").write_text(json.dumps(whole(case)))
     if dist.is_initialized():

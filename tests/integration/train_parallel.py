@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from granted import wait_for_grant
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -141,6 +142,7 @@ def under_keepstep(course: Course) -> None:
     with keepstep.Snapshotter(state_of(parts)) as snapshots:
         os.environ.setdefault("KEEPSTEP_INCARNATION", f"{snapshots.status().incarnation}:0")  # for `tell`
         restored = snapshots.restore(rehearsal=rehearse if parallel else None)
+        wait_for_grant(snapshots)
         tell_restored(restored)
 
         def taken(step: int) -> None:

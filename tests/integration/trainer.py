@@ -10,6 +10,7 @@ import sys
 import time
 
 import torch
+from granted import wait_for_grant
 
 import keepstep
 
@@ -26,6 +27,7 @@ def main(steps: int, megabytes: float, sleep_s: float) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with keepstep.Snapshotter({"model": model, "optimizer": optimizer}) as snapshots:
         restored = snapshots.restore()
+        wait_for_grant(snapshots)
         say(restored=restored.step if restored else None)
         for step in range(restored.step + 1 if restored else 0, steps):
             model[0].grad = torch.ones_like(model[0])

@@ -15,7 +15,6 @@ import fcntl
 import mmap
 import os
 import stat
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -77,6 +76,7 @@ class Memfd:
                 if cancelled():
                     return
                 start = max(0, end - RESERVE_STEP)
+                faults.point("segment.reserve")
                 os.posix_fallocate(self.fd, start, end - start)
         except OSError as error:
             raise _refused(self.size_bytes, error) from error
@@ -188,29 +188,23 @@ class Mapping:
         self.address: int = address
         self.size_bytes = size
 
-    def populate(self, threads: int, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Fault every page in, so that the first snapshot costs what the hundredth does."""
-        # `held` keeps the memory mapped while this runs; `close()` ends it.
-        lock, held, done_bytes = threading.Lock(), self.map, 0
+    def populate(self, threads: int, begin: int = 0, end: int | None = None) -> None:
+        """Fault every page of [begin, end) in, so that the first snapshot costs what the hundredth does."""
+        held = self.map  # A `close` ends this, and must not unmap the memory under it.
+        stop = self.size_bytes if end is None else end
         # next() on such an iterator is atomic under the GIL: each step goes to exactly one thread.
-        todo = iter(range(0, self.size_bytes, POPULATE_STEP))
+        todo = iter(range(begin, stop, POPULATE_STEP))
 
         def populate_next() -> None:
-            nonlocal done_bytes
             for start in todo:
                 if self.map is not held or not held:
                     return
-                size = min(POPULATE_STEP, self.size_bytes - start)
+                size = min(POPULATE_STEP, stop - start)
                 faults.point("segment.populate")
                 failed = _libc.madvise(self.address + start, size, MADV_POPULATE_READ) != 0
-                if (
-                    failed and ctypes.get_errno() == errno.EINVAL
-                ):  # not for a bad page: touching it would kill this process
+                if failed and ctypes.get_errno() == errno.EINVAL:  # not for a bad page: to touch it would end us
                     for page in range(start, start + size, mmap.PAGESIZE):  # kernels before 5.14
                         held[page]
-                with lock:
-                    done_bytes += size
-                    progress(done_bytes)
 
         with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-populate") as pool:
             for task in [pool.submit(populate_next) for _ in range(threads)]:

@@ -334,17 +334,22 @@ class Keeper:
                 log.exception("an effect failed", extra={"effect": type(effect).__name__})
 
     def _read_progress(self) -> None:
-        for member in self.core.trainers.registered.values():
-            arena = self.arenas.get(member.arena_id)
+        """Refresh the core's inputs from the progress records of all arenas."""
+        steps: dict[str, int] = {}
+        for arena_id, arena in self.arenas.items():
             try:
-                found = arena.progress() if arena else None
+                record = arena.progress()
             except (OSError, Error):
-                continue  # what was read before is the least that it has done
-            # Of an arena that it has only just got, or has not moved into yet: nobody goes back.
-            known = max(member.register.progress, self.core.progress.get(member.index, -1))
-            if found is not None and found.incarnation == self.core.incarnation:
-                known = max(known, found.step)
-            self.core.progress[member.index] = known
+                continue  # What was read before still holds.
+            if record is not None and record.incarnation == self.core.incarnation:
+                steps[arena_id] = record.step
+                self.core.preparing.discard(arena_id)
+            else:  # A trainer writes its first record when the memory is ready.
+                self.core.preparing.add(arena_id)
+        for trainer in self.core.trainers.registered.values():
+            # A trainer that is moving to another arena has no record there yet, but no rank goes back.
+            known = max(trainer.register.progress, self.core.progress.get(trainer.index, -1))
+            self.core.progress[trainer.index] = max(known, steps.get(trainer.arena_id, -1))
 
     def _do_send(self, effect: Send) -> None:
         message, arena_ids = effect.message, [effect.arena_id] if effect.arena_id else []

@@ -155,6 +155,7 @@ def _given_back(keeper: Keeper, connection: Connection, given: GiveBack, fds: li
         if arena.arena_id in keeper.arenas:
             arena.close()
         else:
+            keeper.allocator.track(arena)
             keeper.add_arena(arena, described)
             log.info("arena adopted", extra={"arena": arena.arena_id, "local_index": arena.header.local_index})
         adopted.append(arena_id)

@@ -11,7 +11,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -91,7 +90,8 @@ class Snapshotter:
         """Bring back the newest version that all ranks have; None on a first start.
 
         Call it once, on every rank, after model, optimizer, scheduler and loader exist and before the
-        first step. Also prepares the memory for snapshots. `rehearsal`: one throw-away forward and
+        first step. Memory for snapshots is prepared behind the first steps, and `take` skips until it
+        is ready; where it cannot be had, that is an error here. `rehearsal`: one throw-away forward and
         backward pass, run before the state is written, which makes DDP with three or more ranks exact.
         """
         self._check_open()
@@ -105,10 +105,10 @@ class Snapshotter:
         # Before the first step: all that can fail, fails here.
         need = self._foresee()
         watch.lap("looking at the state")
-        self._memory.get(need, show=self._place.local_index == 0)  # one bar on the terminal of a node
-        watch.lap("memory for snapshots")
         self._prepare_devices(need)
         watch.lap("devices")
+        self._memory.request(need, before=self._capture.drain, warm_up=self._capture.lanes.warm_up)
+        watch.lap("asking for memory")
         self._link.report_loaded(restored.step if restored else None)
         watch.lap("waiting for all ranks")
         log.info("ready for the first step: %s", watch)
@@ -210,23 +210,26 @@ class Snapshotter:
         if notices.diverged:
             self._replication.exclude(notices.diverged)
             self._plans.outdate()  # The next layout has these paths as this rank's own.
+        if notices.arena_refused:
+            self._memory.replace(before=self._capture.drain)
         if view is None:
             self._prepare_memory()
             return
         if notices.layouts_damaged:
             view.forget_layouts()
-        if notices.arena_refused:
-            self._memory.replace(before=self._capture.drain)
         outgrown = self._capture.take_outgrown()
         if outgrown is not None and not view.arena.fits(outgrown.size):
             need = arena_size.need_of(outgrown.plan, outgrown.size.values_bytes, [], self._replication.sharing)
             self._memory.grow(need, before=self._capture.drain)
 
     def _prepare_memory(self) -> None:
-        """Prepare the arena behind training: restore() was never called."""
+        """Prepare the arena in the background: restore() was never called."""
         if not self._memory.busy:
-            ready = partial(self._link.report_loaded, None)
-            self._memory.get_behind(self._foresee(), before=lambda: None, after=ready)
+            self._memory.request_behind(self._foresee(), before=lambda: None, after=self._report_loaded_once)
+
+    def _report_loaded_once(self) -> None:
+        if not self._rank.restored:
+            self._link.report_loaded(None)
 
     def _is_inexact(self, stepped: bool) -> bool:
         """Between accumulation steps gradients are part of the state, and they are not in the snapshot."""

@@ -149,7 +149,7 @@ def has_free_slots(node: NodeState) -> bool:
 def _free_slot(node: NodeState, trainer: RegisteredTrainer) -> Slot | None:
     """The slot to grant next: a free one, else a corrupt one, else the oldest that is not retained."""
     arena = node.arenas.by_id.get(trainer.arena_id)
-    if arena is None or arena.quarantined:
+    if arena is None or arena.quarantined or arena.arena_id in node.preparing:
         return None
     retain = node.retain
     in_use = node.grants.slots_in_use(trainer.index, trainer.arena_id)

@@ -65,6 +65,8 @@ class NodeState:
         self.lease_since: float | None = None
         # An input: the step of each rank's last `take`, by local index, refreshed by the caller before `handle`.
         self.progress: dict[int, int] = {}
+        # An input, refreshed likewise: arenas whose memory their trainers are still preparing.
+        self.preparing: set[str] = set()
         # Sections
         self.trainers = NodeTrainers()
         self.arenas = NodeArenas()

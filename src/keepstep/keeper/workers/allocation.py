@@ -6,9 +6,11 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 
 from keepstep.arena import memory_limits
 from keepstep.arena.manifest import RankManifest
+from keepstep.arena.memfd import Memfd
 from keepstep.arena.memory_limits import FEW_SLOTS, MemoryLimits, SlotChoice
 from keepstep.arena.records import COMMITTED, ArenaHeader
 from keepstep.arena.slots import Arena, plan_header, total_bytes
@@ -29,19 +31,20 @@ class ArenaAllocator:
         self._closed = threading.Event()
         # One arena at a time: two that each fit may not fit together.
         self._allocating = threading.Lock()
+        self._unreserved: list[Memfd] = []  # Arenas whose memory was promised and may not all be reserved yet.
         self.chosen: SlotChoice | None = None  # for `arena.slots = auto`, once for all ranks of the node
 
     def create(self, effect: CreateArena) -> Arena | Error:
-        """The arena that a rank asked for, with all its memory; or the reason why not."""
+        """The arena that a rank asked for, or the reason why it cannot have it. Its trainer reserves the memory."""
         wanted, limit = effect.wanted, effect.wanted.memory_limit_bytes
         try:
             with self._allocating:
-                limits = memory_limits.measure()
+                limits = self._measure()
                 slots = wanted.slots or self._choose(wanted.need, effect.num_ranks, limits, limit)
                 header = self._plan(wanted.need, slots, effect.local_index, effect.generation)
                 what = f"the arena of local rank {effect.local_index} ({slots} slots)"
                 memory_limits.check(total_bytes(header), what, room=limits, memory_limit_bytes=limit)
-                return Arena.create(header)
+                return self._create(header)
         except Error as error:
             return error
         except Exception as error:
@@ -54,24 +57,42 @@ class ArenaAllocator:
         """
         need = manifest.need
         size = SnapshotSize(need.layout_bytes, 2 * need.values_bytes + VALUES_SLACK, need.payload_bytes)
-        # Held until the memory is reserved: only then can be measured what the next arena may have.
-        self._allocating.acquire()
-        try:
-            slots = effect.slots or self._choose(size, effect.local_world_size, memory_limits.measure())
+        with self._allocating:
+            limits = self._measure()
+            slots = effect.slots or self._choose(size, effect.local_world_size, limits)
             header = self._plan(size, slots, effect.local_index, effect.generation)
             what = f"the snapshot of rank {effect.piece.rank} that this node takes over"
-            memory_limits.check(total_bytes(header), what, room=memory_limits.measure(), memory_limit_bytes=0)
-            arena = Arena.create(header, reserve=False)
-        except BaseException:
-            self._allocating.release()
-            raise
+            memory_limits.check(total_bytes(header), what, room=limits, memory_limit_bytes=0)
+            arena = self._create(header)
         reserved: Future[None] = Future()
         threading.Thread(target=self._reserve, args=(arena, reserved), name="keepstep-reserve", daemon=True).start()
         return arena, reserved
 
+    def track(self, arena: Arena) -> None:
+        """Count what an adopted arena has not reserved yet against the limits."""
+        with self._allocating:
+            self._unreserved.append(arena.segment)
+
     def close(self) -> None:
         """Stop reserving memory."""
         self._closed.set()
+
+    def _measure(self) -> MemoryLimits:
+        """The memory limits, less what was promised to arenas and is not reserved yet."""
+        missing = {memfd: _missing_bytes(memfd) for memfd in self._unreserved}
+        self._unreserved = [memfd for memfd, size_bytes in missing.items() if size_bytes]
+        limits, promised = memory_limits.measure(), sum(missing.values())
+        return replace(
+            limits,
+            available_bytes=limits.available_bytes - promised,
+            cgroup_used_bytes=limits.cgroup_used_bytes + promised,
+        )
+
+    def _create(self, header: ArenaHeader) -> Arena:
+        """An arena whose memory is reserved later."""
+        arena = Arena.create(header, reserve=False)
+        self._unreserved.append(arena.segment)
+        return arena
 
     def _choose(self, size: SnapshotSize, num_ranks: int, limits: MemoryLimits, limit_bytes: int = 0) -> int:
         """Slots for `auto`: chosen once for the node, fewer for a rank whose arena does not fit after that."""
@@ -98,8 +119,13 @@ class ArenaAllocator:
         except Error as error:
             with contextlib.suppress(InvalidStateError):
                 reserved.set_exception(error)
-        finally:
-            self._allocating.release()
+
+
+def _missing_bytes(memfd: Memfd) -> int:
+    """Bytes that are not reserved yet; 0 of an arena that was closed."""
+    with contextlib.suppress(OSError):
+        return max(0, memfd.size_bytes - memfd.allocated_bytes)
+    return 0
 
 
 def describe(arena: Arena) -> ArenaAdded:

@@ -27,6 +27,7 @@ from keepstep import faults
 from keepstep.layout import align
 from keepstep.trainer.capture.device_lane import PIECE_BYTES, DeviceLane, timing_event
 from keepstep.trainer.capture.small_tensors import SmallTensorBatch, foreach_copies
+from keepstep.trainer.memory.pinned import copy_to_host
 from keepstep.trainer.plan.copy_plan import CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp, ParityRun, parity_runs
 
@@ -56,7 +57,7 @@ class CopyPiece:
         source = self.source
         if isinstance(source, ParityRun):
             source = source.compute(lane.scratch(self.size_bytes), lane.checking)
-        self.target.copy_(source, non_blocking=True)
+        copy_to_host(self.target, source)
 
 
 def cut(target: torch.Tensor, source: torch.Tensor, owners: frozenset[int]) -> list[CopyPiece]:
@@ -158,7 +159,7 @@ class DeviceTransfer:
         with torch.cuda.stream(stream):
             stream.wait_event(self.begin)
             for target, clone in self._staged:
-                target.copy_(clone, non_blocking=True)
+                copy_to_host(target, clone)
             self._started = stream.record_event(timing_event())
             self._read_until_here(ends.get(-1, ()), passed)
             for index, piece in enumerate(self._direct):
@@ -172,7 +173,7 @@ class DeviceTransfer:
             stream.wait_event(self._cloned)
             for piece, clone in zip(self._late, clones, strict=True):
                 faults.point("capture.copy")
-                piece.target.copy_(clone, non_blocking=True)
+                copy_to_host(piece.target, clone)
             self._done = self.lane.vacant = stream.record_event(_waited_for())
 
     def _clone(self) -> list[torch.Tensor]:

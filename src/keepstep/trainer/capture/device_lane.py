@@ -34,6 +34,8 @@ class DeviceLanes:
         """`window_scale`: factor on the bytes that the staging policy expects to be copied in time."""
         self._config, self._window_scale = config, window_scale
         self._lanes: dict[torch.device, DeviceLane] = {}
+        self._cold: list[DeviceLane] = []
+        self._codes: set[tuple[int, int]] = set()
 
     def of(self, device: torch.device) -> DeviceLane:
         if device not in self._lanes:
@@ -41,11 +43,19 @@ class DeviceLanes:
         return self._lanes[device]
 
     def prepare(self, sizes: dict[torch.device, int], codes: set[tuple[int, int]]) -> None:
-        """Memory for clones, for states of these sizes, and everything loaded; `codes`: (k, m) of parity."""
+        """Allocate memory for clones, for states of these sizes. `codes`: (k, m) of the parity to compute."""
+        self._codes = codes
         for device, size_bytes in sizes.items():
             if device not in self._lanes:
-                self._lanes[device] = DeviceLane(device, self._budget(device, size_bytes), scale=self._window_scale)
-                self._lanes[device].warm_up(codes)
+                lane = DeviceLane(device, self._budget(device, size_bytes), scale=self._window_scale)
+                self._lanes[device] = lane
+                self._cold.append(lane)
+
+    def warm_up(self) -> None:
+        """Load all kernels that the first snapshot needs, on a thread of the caller's choice."""
+        while self._cold:
+            self._cold[-1].warm_up(self._codes)
+            self._cold.pop()
 
     def _budget(self, device: torch.device, size_bytes: int) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(device)

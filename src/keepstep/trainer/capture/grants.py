@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from keepstep.arena.records import Grant
 from keepstep.trainer.connection.keeper_link import KeeperLink
-from keepstep.trainer.memory.rank_arena import RankArena
+from keepstep.trainer.memory.rank_arena import PREPARING, RankArena
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,8 @@ class GrantReader:
     def next(self, step: int) -> Grant | Skip:
         """Return the grant for a `take` at `step`. It stays unused until `use`."""
         view = self._memory.view
-        if view is None:
-            return Skip("the memory is being prepared: call restore() before the first step")
-        if self._memory.busy:
-            return Skip("the arena is growing")
+        if view is None or self._memory.busy:
+            return Skip(PREPARING)
         record = view.arena.grant()
         if record is None or record.incarnation != self._link.incarnation:
             return self._no_keeper() or Skip("not granted yet: the keeper waits for all ranks")

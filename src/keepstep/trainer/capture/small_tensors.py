@@ -10,6 +10,7 @@ import torch
 
 from keepstep.layout import ALIGN
 from keepstep.parity.gpu.batches import CopyBatch, is_word_aligned
+from keepstep.trainer.memory import pinned
 from keepstep.trainer.plan.copy_plan import CopyOp, CopySchedule
 
 MAX_TENSORS_PER_CALL = 2048  # A call with more of them holds the interpreter for milliseconds.
@@ -45,7 +46,7 @@ class SmallTensorBatch:
 
     def copy_to_host(self, payload: torch.Tensor) -> None:
         """Queue the copy of the buffer on the current stream."""
-        payload[self.offset : self.offset + self.buffer.numel()].copy_(self.buffer, non_blocking=True)
+        pinned.copy_to_host(payload[self.offset : self.offset + self.buffer.numel()], self.buffer)
 
 
 class SmallTensorBatches:

@@ -1,19 +1,24 @@
-"""The trainer's writable view of its arena: slots as byte tensors, their layouts, page-locking for CUDA."""
+"""The trainer's writable view of its arena: slots as byte tensors, their layouts, the preparation of its memory."""
 
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
 
 import numpy as np
 import torch
 
 from keepstep.arena.memfd import Mapping
-from keepstep.arena.slots import Arena, SlotSpan
+from keepstep.arena.slots import Arena
 from keepstep.trainer.memory import pinned
 from keepstep.trainer.plan.copy_plan import CopyPlan
 
 log = logging.getLogger("keepstep")
+
+PREFAULT_THREADS = 2  # Few, because training runs beside them: 17 GiB of new pages take 5 s with two.
+PREFAULT_BYTES = 1 << 30  # Pages that are faulted in between two looks at whether to stop.
+REGISTER_SHARE = 0.2  # Share of the time in which page-locking keeps other threads from launching kernels.
 
 
 class ArenaView:
@@ -24,8 +29,7 @@ class ArenaView:
         # Through numpy: torch.frombuffer takes no reference to the map and crashes after close.
         self.bytes = torch.from_numpy(np.frombuffer(mapping.map, dtype=np.uint8))
         self._layouts: dict[int, bytes] = {}
-        self._registered: dict[int, int] = {}
-        """addresses by offset"""
+        self._registered: list[int] = []  # Addresses of the ranges that are page-locked.
 
     def payload(self, slot: int) -> torch.Tensor:
         span = self.arena.payload_span(slot)
@@ -49,30 +53,37 @@ class ArenaView:
         """Write them again: what stands there may be damaged."""
         self._layouts = {}
 
-    def register_with_cuda(self) -> None:
-        """Page-lock every slot for devices: copies then run at link speed beside the computation."""
-        if not pinned.in_use():
-            return
-        # One range per slot: no copy may cross the border between two.
-        spans = [self.arena.payload_span(slot) for slot in range(self.arena.num_slots)]
-        spans = [span for span in spans if span.offset not in self._registered]
-        if not spans:
-            return
-        with ThreadPoolExecutor(max_workers=len(spans), thread_name_prefix="keepstep-register") as pool:
-            failures = list(pool.map(self._register, spans))
-        if any(failures):
-            log.warning("the arena could not be registered with CUDA (error %d); copies will be slower", max(failures))
+    def prepare(self, stop: threading.Event) -> None:
+        """Reserve all memory, fault it in and page-lock it, at a pace that training does not feel.
 
-    def _register(self, span: SlotSpan) -> int:
-        address = self.mapping.address + span.offset
-        failure = pinned.lock_pages(address, span.size_bytes)
-        if not failure:
-            self._registered[span.offset] = address
-        return failure
+        A shortage raises KeeperError here, not SIGBUS in a snapshot. Returns early when `stop` is set.
+        """
+        memfd, size_bytes = self.arena.segment, self.arena.segment.size_bytes
+        if memfd.allocated_bytes < size_bytes:
+            memfd.reserve(cancelled=stop.is_set)
+        for begin in range(0, size_bytes, PREFAULT_BYTES):
+            if not stop.is_set():
+                self.mapping.populate(PREFAULT_THREADS, begin, min(begin + PREFAULT_BYTES, size_bytes))
+        if pinned.in_use():
+            self._register(stop)
+
+    def _register(self, stop: threading.Event) -> None:
+        """Page-lock every slot for devices: copies then run at link speed beside the computation."""
+        spans = [self.arena.payload_span(slot) for slot in range(self.arena.num_slots)]
+        for span in spans:
+            for begin, end in pinned.ranges(span.offset, span.offset + span.size_bytes):
+                started = time.monotonic()
+                failure = pinned.lock_pages(self.mapping.address + begin, end - begin)
+                if failure:
+                    log.warning("the arena could not be page-locked (CUDA error %d); copies will be slower", failure)
+                    return
+                self._registered.append(self.mapping.address + begin)
+                if stop.wait((time.monotonic() - started) * (1 / REGISTER_SHARE - 1)):
+                    return
 
     def close(self) -> None:
         if self._registered:
-            pinned.unlock_pages(self._registered.values())
+            pinned.unlock_pages(self._registered)
         del self.bytes
         self.mapping.close()
         self.arena.close()

@@ -1,14 +1,25 @@
-"""This rank's arena: asked for, mapped, faulted in before the first step, and replaced by a larger one behind it."""
+"""This rank's arena: requested from the keeper, prepared by a background thread, replaced when it must grow.
+
+    restore()            request: the keeper checks the limits and creates the arena; a shortage raises here
+    background thread    reserve the memory -> fault it in -> page-lock it -> load kernels -> publish the view
+    take                 skipped until the view is published
+
+Publishing ends with the first progress record in the arena. The keeper grants nothing in an arena that has none of
+this incarnation, so a rank that is still preparing holds up no grant of the others. A failure in the background is
+logged, and tried again: training goes on, and snapshots begin when it succeeds.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from keepstep.arena.memfd import Mapping
-from keepstep.arena.memory_limits import FEW_SLOTS, requested_slots
+from keepstep.arena.memory_limits import gib, requested_slots
 from keepstep.arena.records import Progress
 from keepstep.arena.slots import Arena
 from keepstep.config import ArenaConfig
@@ -18,138 +29,185 @@ from keepstep.identity import Identity, start_time
 from keepstep.layout import SnapshotSize
 from keepstep.trainer.connection.keeper_link import KeeperLink, RankState
 from keepstep.trainer.memory.arena_view import ArenaView
-from keepstep.trainer.memory.progress import ProgressLine, waiting_for
 from keepstep.trainer.plan import arena_size
 
 log = logging.getLogger("keepstep")
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 10.0
-PREFAULT_THREADS = 8  # populating pages takes 0.5 s per GiB and thread
+STOP_S = 30.0  # Deadline for the background thread to stop: one range of memory, or the load of a kernel.
+NICENESS = 10  # of the background thread: the first steps of the training have priority
+PREPARING = "the memory for snapshots is being prepared"
 
 
 class RankArena:
-    """Owns the view of the arena. One thread at a time replaces it."""
+    """Owns the view of the arena. The background thread publishes it; one preparation runs at a time."""
 
     def __init__(self, link: KeeperLink, state: RankState, config: ArenaConfig) -> None:
         self._link, self._state, self._config = link, state, config
         self.view: ArenaView | None = None
-        self.busy = False
-        """an arena is being made behind the training"""
-        self._self = (os.getpid(), start_time(os.getpid()))
-        """who writes: a keeper that takes over fences us by it, should we not come back"""
+        self.busy = False  # An arena is being prepared: nothing may be written into `view`.
+        # Who writes: a keeper that takes over fences this process by it, should it not register again.
+        self._writer = (os.getpid(), start_time(os.getpid()))
         self._times_grown = 0
         self._changing = threading.Lock()
-        self._closed = threading.Event()
+        self._stop = threading.Event()  # of the newest preparation
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._need: SnapshotSize | None = None  # of the newest request
+        self._warm_up: Callable[[], object] = lambda: None
 
-    def get(self, need: SnapshotSize, *, show: bool) -> None:
-        """Have an arena with room for `need`. Raises the one error that a user gets when it does not fit."""
-        size_bytes = (requested_slots(self._config) or FEW_SLOTS) * (
-            need.layout_bytes + need.values_bytes + need.payload_bytes
-        )
-        with waiting_for(size_bytes, enabled=show):
-            arena_id, fd = self._ask(need)
-        try:
-            self._move_into(arena_id, fd, show=show)
-        finally:
-            os.close(fd)
+    def request(self, need: SnapshotSize, *, before: Callable[[], object], warm_up: Callable[[], object]) -> None:
+        """Have the keeper create an arena with room for `need`, and prepare it in the background.
 
-    def get_behind(self, need: SnapshotSize, *, before: Callable[[], object], after: Callable[[], object]) -> None:
-        """The same in the background, between `before` and `after`."""
-        with self._changing:
-            if self.busy:
-                return
-            self.busy = True
+        Raises the one error that a user gets when it does not fit. `before`: returns when nothing is written into the
+        arena that this one replaces. `warm_up`: also done in the background, before the first snapshot.
+        """
+        self._stop_preparing()
+        if self.view is not None:
+            before()
+        self._warm_up = warm_up
+        arena_id, fd = self._request(need)
+        self._start(lambda stop: self._prepare(arena_id, fd, stop))
 
-        def work() -> None:
-            try:
-                before()
-                arena_id, fd = self._ask(need)
-                try:
-                    self._move_in_the_end(arena_id, fd)
-                finally:
-                    os.close(fd)
-                after()
-            except Exception as error:
-                if not self._closed.is_set():
-                    log.error("there is no memory for snapshots: %s", error)
-            finally:
-                self.busy = False
+    def request_behind(
+        self, need: SnapshotSize, *, before: Callable[[], object], after: Callable[[], object] = lambda: None
+    ) -> None:
+        """Request and prepare an arena in the background, unless that is in progress already.
 
-        threading.Thread(target=work, name="keepstep-memory", daemon=True).start()
-
-    def _ask(self, need: SnapshotSize) -> tuple[str, int]:
-        wanted = WantArena(need, requested_slots(self._config), self._config.memory_limit_bytes)
-        given, fds = self._link.request(wanted, ArenaGiven, timeout_s=RESTORE_S)
-        self._link.memory.hold(given.arena_id, fds[0])
-        self._state.arena_id = given.arena_id
-        return given.arena_id, fds[0]
-
-    def _move_in_the_end(self, arena_id: str, fd: int) -> None:
-        """From now on the keeper grants in the new arena only: not to get into it would end the snapshots."""
-        pause_s = FIRST_RETRY_S
-        while not self._closed.is_set():
-            try:
-                self._move_into(arena_id, fd, show=False)
-                return
-            except Exception as error:
-                log.warning("the new arena cannot be used yet, trying again: %r", error)
-            self._closed.wait(pause_s)
-            pause_s = min(2 * pause_s, LAST_RETRY_S)
-
-    def _move_into(self, arena_id: str, fd: int, *, show: bool) -> None:
-        if self.view is not None and self.view.arena.arena_id == arena_id:
-            return
-        view = open_view(os.dup(fd), self._link.identity)
-        try:
-            with ProgressLine(view.arena.segment.size_bytes, enabled=show) as progress:
-                view.mapping.populate(PREFAULT_THREADS, progress)
-            view.register_with_cuda()
-        except BaseException:
-            view.close()
-            raise
-        with self._changing:
-            # A close() that came first would leave it to nobody.
-            old, self.view = (view, self.view) if self._closed.is_set() else (self.view, view)
-        if old is not None:
-            old.close()
-        self.write_progress()
+        `before`: as above. `after`: called when the keeper has created the arena.
+        """
+        if not self.busy:
+            self._start(lambda stop: self._request_and_prepare(need, before, after, stop))
 
     def grow(self, need: SnapshotSize, *, before: Callable[[], object]) -> None:
-        """A larger arena, made before the old one goes."""
+        """Replace the arena by a larger one, which is created before the old one is freed."""
         if not self.busy:
-            self.get_behind(arena_size.larger(need, times=self._times_grown), before=before, after=lambda: None)
+            self.request_behind(arena_size.larger(need, times=self._times_grown), before=before)
             self._times_grown += 1
 
     def replace(self, *, before: Callable[[], object]) -> None:
-        """Another arena of the same size: the keeper does not take this one back."""
-        view = self.view
-        if view is not None:
-            header = view.arena.header
-            need = SnapshotSize(header.layout_capacity, header.values_capacity, header.payload_capacity)
-            self.get_behind(need, before=before, after=lambda: None)
+        """Replace the arena by one of the same size: the keeper refuses this one, which may still be in preparation."""
+        need = self._need
+        if need is not None:
+            self._start(lambda stop: self._request_and_prepare(need, before, lambda: None, stop))
 
     def write_progress(self) -> None:
-        """Tell the keeper, through the arena, how far this rank has come. From any thread."""
+        """Report to the keeper, through the arena, how far this rank is. From any thread."""
         with self._changing:
             if self.view is not None:
                 try:
-                    self.view.arena.write_progress(Progress(self._link.incarnation, self._state.step, *self._self))
+                    self.view.arena.write_progress(Progress(self._link.incarnation, self._state.step, *self._writer))
                 except OSError as error:
                     log.warning("progress cannot be written: %s", error)
 
     def close(self) -> None:
         with self._changing:
-            self._closed.set()
-            self._self = (0, 0)
+            self._closed = True
+            self._writer = (0, 0)
+        self._stop_preparing()
         self.write_progress()
         with self._changing:
             view, self.view = self.view, None
         if view is not None:
             view.close()
 
+    def _request(self, need: SnapshotSize) -> tuple[str, int]:
+        self._need = need
+        wanted = WantArena(need, requested_slots(self._config), self._config.memory_limit_bytes)
+        given, fds = self._link.request(wanted, ArenaGiven, timeout_s=RESTORE_S)
+        self._link.memory.hold(given.arena_id, fds[0])
+        self._state.arena_id = given.arena_id
+        return given.arena_id, fds[0]
+
+    # The background thread
+
+    def _start(self, work: Callable[[threading.Event], None]) -> None:
+        with self._changing:
+            if self._closed:
+                return
+            self._stop.set()
+            stop = self._stop = threading.Event()
+            self.busy = True
+            arguments = (work, stop, self._thread)
+            self._thread = threading.Thread(target=self._run, args=arguments, name="keepstep-memory", daemon=True)
+        self._thread.start()
+
+    def _stop_preparing(self) -> None:
+        with self._changing:
+            thread, stop = self._thread, self._stop
+        if thread is not None and thread is not threading.current_thread():
+            stop.set()
+            thread.join(STOP_S)
+
+    def _run(
+        self, work: Callable[[threading.Event], None], stop: threading.Event, previous: threading.Thread | None
+    ) -> None:
+        with suppress(OSError):
+            os.nice(NICENESS)  # of this thread, and of those that it starts
+        try:
+            if previous is not None:
+                previous.join()
+            work(stop)
+        except Exception as error:
+            if not stop.is_set():
+                log.error("there is no memory for snapshots: %s", error)
+        finally:
+            with self._changing:
+                if self._stop is stop:
+                    self.busy = False
+
+    def _request_and_prepare(
+        self,
+        need: SnapshotSize,
+        before: Callable[[], object],
+        after: Callable[[], object],
+        stop: threading.Event,
+    ) -> None:
+        before()
+        arena_id, fd = self._request(need)
+        after()
+        self._prepare(arena_id, fd, stop)
+
+    def _prepare(self, arena_id: str, fd: int, stop: threading.Event) -> None:
+        """Publish the view of an arena; try again until that succeeds. Takes the descriptor."""
+        started, pause_s, reported = time.monotonic(), FIRST_RETRY_S, ""
+        try:
+            while not stop.is_set():
+                try:
+                    self._publish(arena_id, fd, stop)
+                    break
+                except Exception as error:
+                    if str(error) != reported:
+                        reported = str(error)
+                        log.error("snapshots wait for their memory, which cannot be prepared: %s", reported)
+                stop.wait(pause_s)
+                pause_s = min(2 * pause_s, LAST_RETRY_S)
+        finally:
+            os.close(fd)
+        view = self.view
+        if view is not None and not stop.is_set():
+            size = gib(view.arena.segment.size_bytes)
+            log.info("memory for snapshots is ready: %s after %.1f s", size, time.monotonic() - started)
+
+    def _publish(self, arena_id: str, fd: int, stop: threading.Event) -> None:
+        if self.view is None or self.view.arena.arena_id != arena_id:
+            view = open_view(os.dup(fd), self._link.identity)
+            try:
+                view.prepare(stop)
+                if not stop.is_set():
+                    self._warm_up()
+            except BaseException:
+                view.close()
+                raise
+            with self._changing:
+                unused, self.view = (view, self.view) if stop.is_set() else (self.view, view)
+            if unused is not None:
+                unused.close()
+        self.write_progress()
+
 
 def open_view(fd: int, identity: Identity) -> ArenaView:
-    """Takes the descriptor, also when it fails."""
+    """Map an arena. Takes the descriptor, also when it fails."""
     try:
         arena = Arena.adopt(fd, run_id=identity.run_id, node_id=identity.node_id)
         return ArenaView(arena, Mapping(arena.segment))
