@@ -141,8 +141,9 @@ class ChecksumClient:
     def _fail(self, reason: str) -> None:
         if self._closed:
             return
-        status = self._process.poll() if self._process is not None else None
+        process = self._process
         self._end()
+        status = process.returncode if process is not None else None
         self._not_before = time.monotonic() + RESTART_S
         fields = {"reason": reason, "exit_status": status}
         log.warning("the checksum worker has failed, slots are read through their descriptors", extra=fields)
