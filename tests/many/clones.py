@@ -19,7 +19,8 @@ from nodes import DEADLINE_S, Node, Run, wait_for
 
 from keepstep.arena.memfd import NAME, SEALS
 from keepstep.control.held_memory import HeldMemory
-from keepstep.types import Version
+from keepstep.keeper.status_server import StatusRequest
+from keepstep.types import Status, Version
 
 Memory = dict[str, bytes]
 """memfds by name"""
@@ -91,13 +92,20 @@ def still(run: Run) -> Iterator[None]:
     go_on = threading.Event()
     stopped = {node_id: threading.Event() for node_id in run.order}
 
-    def stop(node_id: str) -> None:
-        stopped[node_id].set()
-        go_on.wait()
+    class Stop(StatusRequest):
+        """Asks a loop for its status, and holds it while it answers."""
+
+        def __init__(self, node_id: str) -> None:
+            super().__init__()
+            self.node_id = node_id
+
+        def answer(self, status: Status) -> None:
+            stopped[self.node_id].set()
+            go_on.wait()
 
     try:
         for node_id in run.order:
-            run.nodes[node_id].keeper.later(stop, node_id)
+            run.nodes[node_id].keeper.put(Stop(node_id))
         for node_id, event in stopped.items():
             assert event.wait(DEADLINE_S), f"the keeper of {node_id} stands still"
         nodes = [run.nodes[node_id] for node_id in run.order]
@@ -113,7 +121,7 @@ def memory_of(node: Node) -> Memory:
 
 
 def all_held(nodes: Iterable[Node]) -> bool:
-    return all(set(node.memory.names()) == set(node.keeper.held_fds()) for node in nodes)
+    return all(set(node.memory.names()) == set(node.keeper.memory_fds()) for node in nodes)
 
 
 def twin(run: Run, directory: Path) -> Run:

@@ -55,7 +55,7 @@ from keepstep.errors import Error
 from keepstep.identity import Identity, ensure_private
 from keepstep.keeper.coordinator.state import Deadlines
 from keepstep.keeper.process import Keeper
-from keepstep.keeper.transfer.network import SEAT
+from keepstep.keeper.transfer.network import ADDRESS_FILE
 from keepstep.layout import Layout, digest
 from keepstep.types import Incarnation, Status, Version
 
@@ -270,7 +270,7 @@ class Node:
 
     def end(self) -> None:
         if self.thread.is_alive() and not self.keeper.ending:
-            self.keeper.later(self.keeper.end, "killed by the test")
+            self.keeper.end("killed by the test")
 
 
 class Run:
@@ -309,7 +309,7 @@ class Run:
     def revive(self, node_id: str, *, same_port: bool = True) -> Node:
         """The node's keeper dies and another one takes its memory and its trainers over, in mid-training."""
         before = self.nodes[node_id]
-        seat = before.identity.directory / SEAT
+        seat = before.identity.directory / ADDRESS_FILE
         told = seat.read_bytes()
         before.end_keeper()
         if same_port:  # one that is killed leaves it behind

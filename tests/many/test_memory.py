@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,9 @@ from clones import rest
 from nodes import Run, running
 
 from keepstep.arena.memfd import NAME
+from keepstep.keeper.transfer.protect import ParityBuilt
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.cost_model import memory_bytes
-from keepstep.parity.parity_buffer import ParityBuffer
 
 # Headers, tables and values: pages, not parts of the state.
 SMALL = 256 << 10
@@ -37,7 +37,7 @@ def test_memory_is_what_the_formula_says_after_many_versions(nodes: str, version
         for node in run.nodes.values():
             network = node.keeper.network
             assert network is not None
-            found = memfd_bytes(node.keeper.held_fds().values()) + network._pool.size_bytes
+            found = memfd_bytes(node.keeper.memory_fds().values()) + network._pool.size_bytes
             assert expected <= found <= expected * 1.02 + SMALL, f"{found:,} where {expected:,} are expected"
             assert node.status().memory_bytes == found
 
@@ -63,14 +63,14 @@ def test_parity_that_is_ready_when_its_keeper_has_ended_goes_with_it(place: Path
         keeper = run.nodes["a"].keeper
         network = keeper.network
         assert network is not None
-        later = network._later
 
-        def too_late(call: Callable[..., None], *args: object) -> None:
-            if any(isinstance(arg, ParityBuffer) for arg in args):
-                keeper.end("killed by the test")
-            later(call, *args)
+        class TooLate:
+            def put(self, result: object, /) -> None:
+                if isinstance(result, ParityBuilt):
+                    keeper.end("killed by the test")
+                keeper.put(result)
 
-        network._later = too_late
+        network._results = TooLate()
         run.train_until(lambda: keeper.ending, "parity is ready")
     assert descriptors().get(MEMFD, 0) == before
 

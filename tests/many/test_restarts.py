@@ -118,7 +118,7 @@ def test_the_next_older_version_when_the_newest_is_not_covered_yet(place: Path) 
 def test_a_newcomer_without_room_is_an_error_on_every_rank_and_not_a_wait(place: Path) -> None:
     image = protected_image(place, "abc", losses=1)
     with image.again(["b"]) as run:
-        run.nodes["b'"].keeper.allocator.create_for_fetch = no_room  # type: ignore[method-assign]
+        run.nodes["b'"].keeper.executor.allocator.create_for_fetch = no_room  # type: ignore[method-assign]
         run.begin(image.places(["b"]))
         errors = errors_of(run)
         assert len(errors) == 3

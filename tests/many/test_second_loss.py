@@ -68,7 +68,6 @@ def test_a_node_dies_in_mid_fetch_and_the_next_start_works(slow: Image) -> None:
 
 def test_a_source_outside_the_job_dies_in_mid_fetch_and_another_one_takes_its_place(slow: Image) -> None:
     """d is not a member any more, only a source: nobody has to start again when it dies."""
-    slow.run.peers["timeout_s"] = 60.0  # nobody waits for it
     with slow.again(["a"]) as run:
         run.add("e")
         former = [run.nodes["d"].card().card]

@@ -77,7 +77,7 @@ def part(run: Run, one: str, other: str, *, dead: bool = True) -> None:
 def cut_off(run: Run, node_id: str, seconds: float) -> None:
     keeper = run.nodes[node_id].keeper
     assert keeper.network is not None
-    keeper.later(keeper.network.cut, seconds)
+    keeper.network.cut(seconds)
 
 
 def complete_versions(run: Run, count: int) -> list[object]:

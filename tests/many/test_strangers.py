@@ -136,7 +136,7 @@ def test_absurd_reports_of_a_member_do_not_end_a_keeper(place: Path, caplog: pyt
         assert member.network is not None
         for _ in range(100):
             report = absurd_report(run, draw, node_id="b", instance=member.instance, card=member.core.card)
-            member.network.peers.send("a", messages.encode(report))
+            member.network.transport.send("a", messages.encode(report))
             run.train(1)
         run.protect()
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR], caplog.text
@@ -165,7 +165,7 @@ def test_hostile_manifests_are_refused_at_once(place: Path) -> None:
         version = rest(run)
         network = run.nodes["a"].keeper.network
         assert network is not None
-        sound = network.shelf.own_manifest(version)
+        sound = network.store.manifest(version)
     encoded = manifests.encode(sound)
     assert manifests.decode(encoded, version) == sound
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""What comes in on the control socket, and what is answered: thin, between the connection and the core."""
+"""Requests on the control socket: each becomes an event for the core, or is answered at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,6 +17,7 @@ from keepstep.control.framing import MAX_FDS, FrameError
 from keepstep.control.messages import (
     PROTOCOL,
     Adopted,
+    CardIs,
     Committed,
     CutLinks,
     Done,
@@ -33,7 +34,6 @@ from keepstep.control.messages import (
     Register,
     Release,
     StatusIs,
-    Verified,
     VerifyResult,
     Void,
     WantArena,
@@ -47,33 +47,71 @@ from keepstep.control.messages import (
     Welcome,
 )
 from keepstep.errors import Error, KeeperError
-from keepstep.identity import start_time
+from keepstep.identity import Identity, start_time
 from keepstep.keeper.connection import Connection
+from keepstep.keeper.node.core import Core
 from keepstep.keeper.node.events import (
     ArenaAdded,
     ArenaRefused,
+    Event,
     FromTrainer,
     LauncherSeen,
     MembershipSet,
     ParityPlaced,
-    SlotVerified,
     TrainerMessage,
     TrainerRegisters,
 )
 from keepstep.keeper.node.state import SEALED
 from keepstep.keeper.node.what_if import forecast
-from keepstep.keeper.transfer.network import adopt_parity
-from keepstep.keeper.workers.allocation import describe
+from keepstep.keeper.transfer.network import KeeperNetwork, adopt_parity
+from keepstep.keeper.workers.allocation import ArenaAllocator, describe
+from keepstep.keeper.workers.sealing import WorkerPool
 from keepstep.parity.parity_buffer import is_parity
-
-if TYPE_CHECKING:
-    from keepstep.keeper.process import Keeper
+from keepstep.types import Status
 
 log = logging.getLogger("keepstep.keeper")
 MAX_CUT_S = 600.0
 
 
-def receive(keeper: Keeper, connection: Connection, message: Any, fds: list[int]) -> None:
+class KeeperServices(Protocol):
+    """What a request may use of the keeper."""
+
+    identity: Identity
+    instance: str
+    core: Core
+
+    @property
+    def arenas(self) -> dict[str, Arena]: ...
+
+    @property
+    def allocator(self) -> ArenaAllocator: ...
+
+    @property
+    def workers(self) -> WorkerPool: ...
+
+    @property
+    def network(self) -> KeeperNetwork | None: ...
+
+    def open_network(self) -> KeeperNetwork: ...
+
+    def handle(self, event: Event) -> None: ...
+
+    def send(self, connection: Connection, message: Any, fds: list[int] | None = None) -> None: ...
+
+    def watch_process(self, pid: int) -> bool: ...
+
+    def add_arena(self, arena: Arena, added: ArenaAdded) -> None: ...
+
+    def memory_fds(self) -> dict[str, int]: ...
+
+    def offer_memory(self) -> None: ...
+
+    def status(self) -> Status: ...
+
+    def end(self, reason: str) -> None: ...
+
+
+def receive(keeper: KeeperServices, connection: Connection, message: Any, fds: list[int]) -> None:
     if isinstance(message, Hello):
         _greet(keeper, connection, message)
         return
@@ -85,7 +123,7 @@ def receive(keeper: Keeper, connection: Connection, message: Any, fds: list[int]
     call(keeper, connection, message, fds)
 
 
-def _greet(keeper: Keeper, connection: Connection, hello: Hello) -> None:
+def _greet(keeper: KeeperServices, connection: Connection, hello: Hello) -> None:
     error: Error | None = None
     if hello.protocol != PROTOCOL:
         error = KeeperError(
@@ -105,25 +143,23 @@ def _greet(keeper: Keeper, connection: Connection, hello: Hello) -> None:
     connection.role = hello.role
     keeper.send(connection, Welcome(keeper.instance, os.getpid(), keeper.core.largest_number, hello.ticket))
     if connection.role != "cli":
-        keeper.offer_holds()
+        keeper.offer_memory()
 
 
-def _registers(keeper: Keeper, connection: Connection, register: Register, fds: list[int]) -> None:
-    alive = keeper.follow(connection.pid)
-    if register.launcher_pid:
-        register = (
-            register if keeper.follow(register.launcher_pid) else msgspec.structs.replace(register, launcher_pid=0)
-        )
+def _registers(keeper: KeeperServices, connection: Connection, register: Register, fds: list[int]) -> None:
+    alive = keeper.watch_process(connection.pid)
+    if register.launcher_pid and not keeper.watch_process(register.launcher_pid):
+        register = msgspec.structs.replace(register, launcher_pid=0)
     keeper.handle(TrainerRegisters(connection.number, connection.pid, alive, register, secrets.randbits(63)))
 
 
-def _launcher(keeper: Keeper, connection: Connection, hello: LauncherHello, fds: list[int]) -> None:
+def _launcher(keeper: KeeperServices, connection: Connection, hello: LauncherHello, fds: list[int]) -> None:
     pid = connection.pid or hello.pid
-    keeper.handle(LauncherSeen(pid, alive=pid > 0 and keeper.follow(pid)))
+    keeper.handle(LauncherSeen(pid, alive=pid > 0 and keeper.watch_process(pid)))
     keeper.send(connection, Done(ticket=hello.ticket))
 
 
-def _arena_wanted(keeper: Keeper, connection: Connection, wanted: WantArena, fds: list[int]) -> None:
+def _arena_wanted(keeper: KeeperServices, connection: Connection, wanted: WantArena, fds: list[int]) -> None:
     need = wanted.need
     asks_for_slots = wanted.slots == AUTO or 2 <= wanted.slots <= MAX_SLOTS
     if min(need.layout_bytes, need.values_bytes, need.payload_bytes) < 0 or not asks_for_slots:
@@ -131,12 +167,12 @@ def _arena_wanted(keeper: Keeper, connection: Connection, wanted: WantArena, fds
     _from_trainer(keeper, connection, wanted, fds)
 
 
-def _given_back(keeper: Keeper, connection: Connection, given: GiveBack, fds: list[int]) -> None:
+def _given_back(keeper: KeeperServices, connection: Connection, given: GiveBack, fds: list[int]) -> None:
     adopted, refused = [], {}
     if len(given.arena_ids) != len(fds):
         raise FrameError("names and descriptors do not match")
     for arena_id, fd in zip(given.arena_ids, fds, strict=True):
-        if arena_id in keeper.held_fds():
+        if arena_id in keeper.memory_fds():
             adopted.append(arena_id)
             continue
         try:
@@ -162,10 +198,10 @@ def _given_back(keeper: Keeper, connection: Connection, given: GiveBack, fds: li
     connection.held.update(adopted)
     connection.offered.update(adopted)
     keeper.send(connection, Adopted(adopted, refused, given.ticket))
-    keeper.offer_holds()
+    keeper.offer_memory()
 
 
-def _adopt(keeper: Keeper, fd: int) -> tuple[Arena, ArenaAdded]:
+def _adopt(keeper: KeeperServices, fd: int) -> tuple[Arena, ArenaAdded]:
     own = os.dup(fd)
     try:
         arena = Arena.adopt(own, run_id=keeper.identity.run_id, node_id=keeper.identity.node_id)
@@ -175,55 +211,47 @@ def _adopt(keeper: Keeper, fd: int) -> tuple[Arena, ArenaAdded]:
         raise
 
 
-def _adopt_parity(keeper: Keeper, fd: int) -> None:
-    held, found = adopt_parity(fd, keeper.identity)
-    keeper.open_network().put_parity(held)
-    keeper.handle(ParityPlaced(found))
-    log.info("parity adopted", extra={"buffer": held.buffer_id, "version": str(found.key.version)})
+def _adopt_parity(keeper: KeeperServices, fd: int) -> None:
+    buffer, parity_set = adopt_parity(fd, keeper.identity)
+    keeper.open_network().add_parity(buffer)
+    keeper.offer_memory()
+    keeper.handle(ParityPlaced(parity_set))
+    log.info("parity adopted", extra={"buffer": buffer.buffer_id, "version": str(parity_set.key.version)})
 
 
-def _with_living_writer(keeper: Keeper, event: ArenaAdded) -> ArenaAdded:
+def _with_living_writer(keeper: KeeperServices, event: ArenaAdded) -> ArenaAdded:
     """Watch whoever may still write into what is adopted; a pid that has another owner by now is nobody."""
     writer = event.writer
-    lives = writer is not None and writer.pid > 0 and keeper.follow(writer.pid)
+    lives = writer is not None and writer.pid > 0 and keeper.watch_process(writer.pid)
     if writer is not None and lives and start_time(writer.pid) == writer.started:
         return event
     return dataclasses.replace(event, writer=None)
 
 
-def _status_wanted(keeper: Keeper, connection: Connection, wanted: WantStatus, fds: list[int]) -> None:
+def _status_wanted(keeper: KeeperServices, connection: Connection, wanted: WantStatus, fds: list[int]) -> None:
     keeper.send(connection, StatusIs(msgspec.json.encode(keeper.status()), wanted.ticket))
 
 
-def _verify_wanted(keeper: Keeper, connection: Connection, wanted: WantVerify, fds: list[int]) -> None:
+def _verify_wanted(keeper: KeeperServices, connection: Connection, wanted: WantVerify, fds: list[int]) -> None:
     # Values, not the core's slots: those may be granted again while the threads still read.
-    jobs = [
+    slots = [
         (
-            keeper.arenas[a.arena_id],
-            VerifyResult(s.info.rank, s.index, s.info.version.step, s.info.size_bytes, ""),
-            s.info.version,
+            keeper.arenas[arena.arena_id],
+            VerifyResult(slot.info.rank, slot.index, slot.info.version.step, slot.info.size_bytes, ""),
+            slot.info.version,
         )
-        for a, s in keeper.core.arenas.slots()
-        if s.state == SEALED and s.info is not None
+        for arena, slot in keeper.core.arenas.slots()
+        if slot.state == SEALED and slot.info is not None
     ]
-
-    def answer(problems: list[str]) -> None:
-        results = []
-        for (arena, result, version), problem in zip(jobs, problems, strict=True):
-            results.append(msgspec.structs.replace(result, problem=problem))
-            if problem:
-                keeper.handle(SlotVerified(arena.arena_id, result.slot, version, problem))
-        keeper.send(connection, Verified(results, wanted.ticket))
-
-    keeper.work.check([(arena, result.slot) for arena, result, _ in jobs], lambda found: keeper.later(answer, found))
+    keeper.workers.check(connection.number, wanted.ticket, slots)
 
 
-def _arenas_wanted(keeper: Keeper, connection: Connection, wanted: WantArenas, fds: list[int]) -> None:
+def _arenas_wanted(keeper: KeeperServices, connection: Connection, wanted: WantArenas, fds: list[int]) -> None:
     ids = list(keeper.arenas)[:MAX_FDS]
     keeper.send(connection, Hold(ids, [], wanted.ticket), [keeper.arenas[i].segment.fd for i in ids])
 
 
-def _release(keeper: Keeper, connection: Connection, release: Release, fds: list[int]) -> None:
+def _release(keeper: KeeperServices, connection: Connection, release: Release, fds: list[int]) -> None:
     alive = [t.pid for t in keeper.core.trainers.registered.values() if t.running]
     if alive and not release.force:
         text = f"trainers {alive} of this run are alive"
@@ -233,20 +261,27 @@ def _release(keeper: Keeper, connection: Connection, release: Release, fds: list
     keeper.end("released")
 
 
-def _held(keeper: Keeper, connection: Connection, held: Held, fds: list[int]) -> None:
-    mine = keeper.held_fds()
+def _held(keeper: KeeperServices, connection: Connection, held: Held, fds: list[int]) -> None:
+    mine = keeper.memory_fds()
     connection.held.update(name for name in held.arena_ids if name in mine)
 
 
-def _from_trainer(keeper: Keeper, connection: Connection, message: TrainerMessage, fds: list[int]) -> None:
+def _from_trainer(keeper: KeeperServices, connection: Connection, message: TrainerMessage, fds: list[int]) -> None:
     keeper.handle(FromTrainer(connection.number, message))
 
 
-def _card_wanted(keeper: Keeper, connection: Connection, wanted: WantCard, fds: list[int]) -> None:
-    keeper.send(connection, keeper.card_is(wanted.ticket))
+def _card_wanted(keeper: KeeperServices, connection: Connection, wanted: WantCard, fds: list[int]) -> None:
+    """The card of this keeper and the last membership: what a launcher needs to agree on an incarnation."""
+    core, membership = keeper.core, keeper.core.orders.membership
+    card = CardIs(
+        keeper.open_network().card, core.largest_number, list(membership.nodes) if membership else [],
+        membership.incarnation.number if membership else 0, bool(keeper.arenas), wanted.ticket,
+        membership.secret if membership else b"",
+    )  # fmt: skip
+    keeper.send(connection, card)
 
 
-def _members_set(keeper: Keeper, connection: Connection, membership: Membership, fds: list[int]) -> None:
+def _members_set(keeper: KeeperServices, connection: Connection, membership: Membership, fds: list[int]) -> None:
     ids = [card.node_id for card in membership.nodes]
     known = 0 <= membership.node_rank < len(ids) and ids[membership.node_rank] == keeper.identity.node_id
     if not known or len(set(ids)) != len(ids):
@@ -258,20 +293,20 @@ def _members_set(keeper: Keeper, connection: Connection, membership: Membership,
     keeper.send(connection, Done(ticket=membership.ticket))
 
 
-def _plan_wanted(keeper: Keeper, connection: Connection, wanted: WantPlan, fds: list[int]) -> None:
+def _plan_wanted(keeper: KeeperServices, connection: Connection, wanted: WantPlan, fds: list[int]) -> None:
     try:
         keeper.send(connection, msgspec.structs.replace(forecast(keeper.core, wanted.lost), ticket=wanted.ticket))
     except Error as error:
         keeper.send(connection, Refused(type(error).__name__, error.message, error.hint, wanted.ticket))
 
 
-def _processes_wanted(keeper: Keeper, connection: Connection, wanted: WantProcesses, fds: list[int]) -> None:
+def _processes_wanted(keeper: KeeperServices, connection: Connection, wanted: WantProcesses, fds: list[int]) -> None:
     trainers = keeper.core.trainers
     pids = {trainer.pid for trainer in trainers.registered.values() if trainer.alive} | set(trainers.unregistered)
     keeper.send(connection, ProcessesAre(sorted(trainers.launchers), sorted(pids - {0}), wanted.ticket))
 
 
-def _links_cut(keeper: Keeper, connection: Connection, cut: CutLinks, fds: list[int]) -> None:
+def _links_cut(keeper: KeeperServices, connection: Connection, cut: CutLinks, fds: list[int]) -> None:
     if not 0 < cut.seconds <= MAX_CUT_S:
         raise FrameError(f"links are cut for up to {MAX_CUT_S:g} s, not for {cut.seconds:g}")
     if keeper.network is None:
@@ -282,7 +317,7 @@ def _links_cut(keeper: Keeper, connection: Connection, cut: CutLinks, fds: list[
     keeper.send(connection, Done(ticket=cut.ticket))
 
 
-_RECEIVE: dict[type, Callable[[Keeper, Connection, Any, list[int]], None]] = {
+_RECEIVE: dict[type, Callable[[KeeperServices, Connection, Any, list[int]], None]] = {
     Register: _registers,
     LauncherHello: _launcher,
     WantArena: _arena_wanted,

@@ -7,14 +7,6 @@ curl, the command line and the dashboard read the same thing:
 from __future__ import annotations
 
 import os
-import socket
-import socketserver
-import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
-from typing import Any
-
-import msgspec
 
 from keepstep._version import VERSION
 from keepstep.arena.memory_limits import AUTO, SlotChoice
@@ -71,7 +63,7 @@ def status_of(
             for i, node_id in enumerate(group.members if group is not None else ())
         ],
         parity_bytes=network.parity_bytes if network is not None else 0,
-        exchange_bytes_s=network.peers.counters().get("rate_in_bytes_s", 0.0) if network is not None else 0.0,
+        exchange_bytes_s=network.transport.counters().get("rate_in_bytes_s", 0.0) if network is not None else 0.0,
         min_node_period_s=core.protection.exchange_s,
         slots=arenas.slots_per_rank(core) if core.arenas.by_id else 0, slots_reason=_slots_reason(core, chosen),
     )  # fmt: skip
@@ -101,7 +93,7 @@ def _survives_of(core: Core, version: Version | None) -> Survives:
 def _counters(core: Core, network: KeeperNetwork | None) -> dict[str, float]:
     found = dict(core.counters)
     if network is not None:
-        found |= {f"peers_{name}": value for name, value in network.peers.counters().items()}
+        found |= {f"peers_{name}": value for name, value in network.transport.counters().items()}
     return found
 
 
@@ -196,86 +188,3 @@ def metrics(status: Status) -> bytes:
         if rank.progress is not None:
             progress.labels(*values, str(rank.rank)).set(rank.progress)
     return generate_latest(registry)
-
-
-class StatusServer:
-    """Serves GET requests in threads of their own; `read_status` hands over to the keeper's loop."""
-
-    def __init__(self, sock: socket.socket, read_status: Callable[[], Status]) -> None:
-        self._server = _Server(sock, read_status)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(END_S,), name="keepstep-http", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join(timeout=5)
-
-
-class _Server(socketserver.ThreadingMixIn, socketserver.BaseServer):
-    daemon_threads = True
-    block_on_close = False
-    _seats = threading.BoundedSemaphore(MAX_REQUESTS)
-
-    def __init__(self, sock: socket.socket, read_status: Callable[[], Status]) -> None:
-        super().__init__("keeper", _Request)
-        self.socket = sock
-        self.read_status = read_status
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        sock, _ = self.socket.accept()
-        sock.settimeout(REQUEST_S)
-        return sock, ("keeper", 0)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._seats.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            request.close()
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._seats.release()
-
-    def shutdown_request(self, request: Any) -> None:
-        request.close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no event."""
-
-
-class _Request(BaseHTTPRequestHandler):
-    server: _Server
-
-    def do_GET(self) -> None:
-        if self.path == "/healthz":
-            self._send(200, "text/plain", b"ok\n")
-            return
-        if self.path not in ("/status", "/metrics"):
-            self._send(404, "text/plain", b"try /status, /metrics or /healthz\n")
-            return
-        try:
-            status = self.server.read_status()
-        except TimeoutError:
-            self._send(503, "text/plain", b"the keeper is busy\n")
-            return
-        if self.path == "/status":
-            self._send(200, "application/json", msgspec.json.encode(status))
-        else:
-            self._send(200, "text/plain; version=0.0.4", metrics(status))
-
-    def _send(self, code: int, kind: str, body: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not worth a line each."""

@@ -1,14 +1,14 @@
-"""What this node gives its peers: chunks of sealed snapshots, parity, manifests. Read from many threads.
+"""What this node holds for its peers: chunks of sealed snapshots, parity, manifests. Read from many threads.
 
-Readers never pin: a slot may be written again while a peer reads it. Every answer names the checksum that
-its bytes had when they were sealed, and the asking side gives up on a mismatch.
+Readers lock no slot: it may be written again while a peer reads it. Every answer names the checksum that its bytes had
+when they were sealed, and the asking side stops at a mismatch.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import xxhash
@@ -24,19 +24,18 @@ from keepstep.recovery.plan import Rebuild
 from keepstep.transport.interface import Body, Refusal
 from keepstep.types import Version
 
-MAX_BOOKS = 64
+MAX_OPEN_SNAPSHOTS = 64
 MANIFEST, DATA, PARITY, META = "manifest", "data", "parity", "meta"
 STREAM, STOCK, CHECK, REBUILT = "stream", "stock", "check", "rebuilt"
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a peer asks for."""
+    """What a peer asks for: `kind` says which of the other fields count."""
 
     kind: str
     version: Version | None = None
     rank: int = -1
-    chunk: int = -1
-    """its number in the checksum table, or in the stream"""
+    chunk: int = -1  # its number in the checksum table, or in the replica set
     key: SetKey | None = None
     stripe: int = -1
     row: int = -1
@@ -48,179 +47,166 @@ class ChunkRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class HeldReplicas(msgspec.Struct, frozen=True, array_like=True):
-    """What a slot holds of a replica class."""
+    """What a slot holds of a replica set."""
 
     class_id: str
-    chunks: list[tuple[int, int]]
-    """(chunk of the stream, bytes as it is stored)"""
-    parity: list[tuple[int, int]]
-    """(stripe row, row of the code)"""
+    chunks: list[tuple[int, int]]  # (chunk of the set, bytes as it is stored)
+    parity: list[tuple[int, int]]  # (stripe row, row of the code)
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(ChunkRequest)
 
 
 class ChunkStore:
-    """Arenas and parity of this node by what they hold. Thread-safe."""
+    """Arenas and parity of this node by what they hold. For any thread."""
 
-    def __init__(self, node_id: str, damaged: Callable[[str, int, Version, str], None]) -> None:
-        """`damaged` is told of a slot that a peer found not to match its checksums."""
-        self._node_id = node_id
-        self._damaged = damaged
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
         self._lock = threading.Lock()
         self._arenas: dict[str, Arena] = {}
         self._parity: dict[str, ParityBuffer] = {}
-        self._books: dict[tuple[Version, int], SealedSnapshot] = {}
+        self._open: dict[tuple[Version, int], SealedSnapshot] = {}
 
-    def put(self, arena: Arena) -> None:
+    def add(self, arena: Arena) -> None:
         with self._lock:
             self._arenas[arena.arena_id] = arena
 
-    def take_away(self, arena_id: str) -> None:
+    def remove(self, arena_id: str) -> None:
         with self._lock:
             self._arenas.pop(arena_id, None)
-            self._books = {key: b for key, b in self._books.items() if b.arena.arena_id != arena_id}
+            self._open = {key: one for key, one in self._open.items() if one.arena.arena_id != arena_id}
 
-    def put_parity(self, parity: ParityBuffer) -> None:
+    def add_parity(self, parity: ParityBuffer) -> None:
         with self._lock:
             self._parity[parity.buffer_id] = parity
 
-    def take_parity_away(self, buffer_id: str) -> None:
+    def remove_parity(self, buffer_id: str) -> None:
         with self._lock:
             self._parity.pop(buffer_id, None)
 
-    def serve(self, peer: str, request: bytes) -> Body:
-        """Answer a peer. Raises Refusal with the reason."""
+    def read(self, request: ChunkRequest) -> Body:
+        """The bytes that a request names. Raises Refusal with the reason."""
         try:
-            wanted = _decoder.decode(request)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise Refusal(f"not a request: {error}") from error
-        try:
-            if wanted.kind == REBUILT:
-                return self.rebuilt(wanted)
             with self._lock:
-                return self._serve(wanted)
+                return self._read(request)
         except (OSError, Error) as error:
             raise Refusal(str(error)) from error
 
-    rebuilt: Callable[[ChunkRequest], Body] = staticmethod(lambda wanted: _cannot_rebuild())
-    """set by the network: decodes a chunk that a peer has lost"""
-
     def meta(self, key: SetKey) -> bytes:
-        """The group and its manifests, as they are kept beside the parity."""
+        """The group and its manifests, as they are stored beside the parity."""
         with self._lock:
             return self._meta(key)
 
+    def manifest(self, version: Version) -> manifests.NodeManifest:
+        """The manifest of all ranks of this node that hold the version."""
+        with self._lock:
+            return self._manifest(version)
+
+    def snapshot(self, version: Version, rank: int) -> SealedSnapshot:
+        """The sealed snapshot of a rank. Raises Refusal when this node does not hold it."""
+        with self._lock:
+            return self._snapshot(version, rank)
+
+    def _read(self, request: ChunkRequest) -> Body:
+        if request.kind == META and request.key is not None:
+            return Body.of_bytes(self._meta(request.key))
+        if request.kind == PARITY and request.key is not None:
+            parity = self._find_parity(request.key)
+            offset, size, digest = parity.chunk(request.stripe, request.row)
+            return Body.of_file(parity.segment.fd, offset, size, digest)
+        if request.version is None:
+            raise Refusal("request has no version")
+        if request.kind == MANIFEST:
+            return Body.of_bytes(manifests.encode(self._manifest(request.version)))
+        if request.kind == DATA:
+            return _body(self._snapshot(request.version, request.rank), request.chunk)
+        if request.kind == STREAM:
+            return self._replica_chunk(request, request.version)
+        if request.kind == STOCK:
+            return Body.of_bytes(_encoder.encode(self._held_replicas(request.version)))
+        raise Refusal(f"unknown request {request.kind!r}")
+
     def _meta(self, key: SetKey) -> bytes:
-        held = self._held(key)
-        assert held.header is not None
-        data = held.segment.read(META_AT, held.header.meta_bytes)
-        if xxhash.xxh3_128_digest(data) != held.header.meta_digest:
-            raise IntegrityError(f"the manifests beside the parity on {self._node_id} are damaged")
+        parity = self._find_parity(key)
+        assert parity.header is not None
+        data = parity.segment.read(META_AT, parity.header.meta_bytes)
+        if xxhash.xxh3_128_digest(data) != parity.header.meta_digest:
+            raise IntegrityError(f"the manifests beside the parity on {self.node_id} are damaged")
         return data
 
-    def _serve(self, wanted: ChunkRequest) -> Body:
-        if wanted.kind == META and wanted.key is not None:
-            return Body.of_bytes(self._meta(wanted.key))
-        if wanted.kind == PARITY and wanted.key is not None:
-            held = self._held(wanted.key)
-            offset, size, digest = held.chunk(wanted.stripe, wanted.row)
-            return Body.of_file(held.segment.fd, offset, size, digest)
-        if wanted.version is None:
-            raise Refusal("of which version?")
-        if wanted.kind == MANIFEST:
-            return Body.of_bytes(manifests.encode(self.manifest(wanted.version)))
-        if wanted.kind == DATA:
-            return _body(self._book(wanted.version, wanted.rank), wanted.chunk)
-        if wanted.kind == STREAM:
-            return self._stream(wanted)
-        if wanted.kind == STOCK:
-            return Body.of_bytes(_encoder.encode(self._stock(wanted.version)))
-        if wanted.kind == CHECK:
-            book = self._book(wanted.version, wanted.rank)
-            self._damaged(book.arena.arena_id, book.slot, wanted.version, "a peer received bytes that do not match")
-            return Body.of_bytes(b"")
-        raise Refusal(f"{wanted.kind!r} is not known here")
+    def _manifest(self, version: Version) -> manifests.NodeManifest:
+        ranks = {}
+        for arena, slot, rank in self._slots_of(version):
+            if rank not in ranks:
+                ranks[rank] = manifests.of_slot(arena, slot)
+        if not ranks:
+            raise IntegrityError(f"{self.node_id} holds nothing of {version}")
+        return manifests.NodeManifest(self.node_id, version, tuple(ranks[rank] for rank in sorted(ranks)))
 
-    def manifest(self, version: Version) -> manifests.NodeManifest:
-        """Of all ranks of this node that hold the version. The caller holds the lock, or is alone."""
-        found = {}
-        for arena in self._arenas.values():
-            for slot in range(arena.num_slots):
-                sealed = arena.sealed(slot)
-                if sealed is not None and sealed.version == version and sealed.trainer.rank not in found:
-                    found[sealed.trainer.rank] = manifests.of_slot(arena, slot)
-        if not found:
-            raise IntegrityError(f"{self._node_id} holds nothing of {version}")
-        return manifests.NodeManifest(self._node_id, version, tuple(found[rank] for rank in sorted(found)))
-
-    def own_manifest(self, version: Version) -> manifests.NodeManifest:
-        with self._lock:
-            return self.manifest(version)
-
-    def book(self, version: Version, rank: int) -> SealedSnapshot:
-        with self._lock:
-            return self._book(version, rank)
-
-    def _held(self, key: SetKey) -> ParityBuffer:
-        for held in self._parity.values():
-            header = held.header
-            if header is None or not held.placed:
+    def _find_parity(self, key: SetKey) -> ParityBuffer:
+        for parity in self._parity.values():
+            header = parity.header
+            if header is None or not parity.placed:
                 continue
             if (header.version, header.incarnation, header.attempt) == (key.version, key.incarnation, key.attempt):
-                return held
-        raise Refusal(f"{self._node_id} holds no parity of {key.version}")
+                return parity
+        raise Refusal(f"{self.node_id} holds no parity of {key.version}")
 
-    def _book(self, version: Version, rank: int) -> SealedSnapshot:
-        book = self._books.get((version, rank))
-        if book is not None and book.is_current():
-            return book
+    def _snapshot(self, version: Version, rank: int) -> SealedSnapshot:
+        snapshot = self._open.get((version, rank))
+        if snapshot is not None and snapshot.is_current():
+            return snapshot
         for arena in self._arenas.values():
             for slot in range(arena.num_slots):
                 sealed = arena.sealed(slot)
                 if sealed is not None and sealed.version == version and sealed.trainer.rank == rank:
-                    book = open_sealed(arena, slot, sealed)  # of this version, whatever becomes of the slot meanwhile
-                    if len(self._books) >= MAX_BOOKS:
-                        self._books.pop(next(iter(self._books)))
-                    self._books[version, rank] = book
-                    return book
-        raise Refusal(f"{self._node_id} holds no sealed snapshot of rank {rank} at {version}")
+                    # Opened as it was sealed for this version, though the slot may be written again meanwhile.
+                    snapshot = open_sealed(arena, slot, sealed)
+                    if len(self._open) >= MAX_OPEN_SNAPSHOTS:
+                        self._open.pop(next(iter(self._open)))
+                    self._open[version, rank] = snapshot
+                    return snapshot
+        raise Refusal(f"{self.node_id} holds no sealed snapshot of rank {rank} at {version}")
 
-    def _stream(self, wanted: ChunkRequest) -> Body:
-        assert wanted.version is not None
-        # Books that are open already come first: to look at all slots takes ten times longer.
-        opened = [book for (version, _), book in self._books.items() if version == wanted.version]
-        current = (book for book in opened if book.is_current())
-        for book in itertools.chain(current, self._books_of(wanted.version)):
-            if wanted.chunk >= 0:
-                number = book.find(wanted.class_id, wanted.chunk)
+    def _replica_chunk(self, request: ChunkRequest, version: Version) -> Body:
+        # Snapshots that are open already come first: to read the headers of all slots takes ten times longer.
+        opened = [snapshot for (of_version, _), snapshot in self._open.items() if of_version == version]
+        current = (snapshot for snapshot in opened if snapshot.is_current())
+        for snapshot in itertools.chain(current, self._snapshots_of(version)):
+            if request.chunk >= 0:
+                number = snapshot.find(request.class_id, request.chunk)
             else:
-                number = book.find_parity(wanted.class_id, wanted.stripe, wanted.row)
+                number = snapshot.find_parity(request.class_id, request.stripe, request.row)
             if number is not None:
-                return _body(book, number)
-        raise Refusal(f"{self._node_id} does not hold that of class {wanted.class_id[:8]} at {wanted.version}")
+                return _body(snapshot, number)
+        raise Refusal(f"{self.node_id} does not hold that chunk of replica set {request.class_id[:8]} at {version}")
 
-    def _stock(self, version: Version) -> list[HeldReplicas]:
+    def _held_replicas(self, version: Version) -> list[HeldReplicas]:
         return [
             HeldReplicas(
-                stream.class_id,
-                [(one.chunk, one.size_bytes) for one in stream.stored() if one.chunk >= 0],
-                [(one.row, one.code_row) for one in stream.stored() if one.chunk < 0],
+                replica_set.class_id,
+                [(stored.chunk, stored.size_bytes) for stored in replica_set.stored() if stored.chunk >= 0],
+                [(stored.row, stored.code_row) for stored in replica_set.stored() if stored.chunk < 0],
             )
-            for book in self._books_of(version)
-            for stream in book.index.replica_sets
+            for snapshot in self._snapshots_of(version)
+            for replica_set in snapshot.index.replica_sets
         ]
 
-    def _books_of(self, version: Version) -> Iterator[SealedSnapshot]:
-        """One for each rank, opened as they are asked for."""
-        found = set[int]()
+    def _snapshots_of(self, version: Version) -> Iterator[SealedSnapshot]:
+        """One for each rank, opened when the iterator reaches it."""
+        ranks = set[int]()
+        for _, _, rank in self._slots_of(version):
+            if rank not in ranks:
+                ranks.add(rank)
+                yield self._snapshot(version, rank)
+
+    def _slots_of(self, version: Version) -> Iterator[tuple[Arena, int, int]]:
+        """Slots sealed for the version: arena, slot, rank."""
         for arena in self._arenas.values():
             for slot in range(arena.num_slots):
                 sealed = arena.sealed(slot)
-                if sealed is not None and sealed.version == version and sealed.trainer.rank not in found:
-                    found.add(sealed.trainer.rank)
-                    yield self._book(version, sealed.trainer.rank)
+                if sealed is not None and sealed.version == version:
+                    yield arena, slot, sealed.trainer.rank
 
 
 def _body(snapshot: SealedSnapshot, number: int) -> Body:
@@ -229,7 +215,3 @@ def _body(snapshot: SealedSnapshot, number: int) -> Body:
         raise Refusal(f"chunk {number} of {len(snapshot.chunks)}")
     span = snapshot.chunks[number].span
     return Body.of_file(snapshot.arena.segment.fd, span.offset, span.size_bytes, snapshot.digest(number))
-
-
-def _cannot_rebuild() -> Body:
-    raise Refusal("this keeper has no network")

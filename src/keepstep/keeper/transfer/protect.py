@@ -1,9 +1,9 @@
-"""Protecting a version: fetch the other members' chunks, encode this node's parity, place it. One at a time.
+"""Protect a version: fetch the other members' chunks, encode this node's parity, place it. One version at a time.
 
-    manifests of all members ──▶ how much parity ──▶ a buffer ──▶ rows: fetch k chunks, check, encode, write ──▶ PLACED
+    manifests of all members ──▶ how much parity ──▶ a buffer ──▶ reads: fetch k chunks, check, encode, write ──▶ PLACED
 
-Runs on a thread of its own. Nothing here decides: the core starts an exchange and stops it, progress and
-the end are events. A peer that cannot be reached is asked again until somebody stops the exchange.
+Runs on a thread of its own and decides nothing: the core starts an exchange and stops it, progress and end are events.
+A peer that cannot be reached is asked again until the exchange is stopped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from keepstep.arena import manifest as manifests
 from keepstep.arena import memory_limits
@@ -20,17 +21,20 @@ from keepstep.arena.manifest import MAX_MANIFEST_BYTES, NodeManifest
 from keepstep.errors import Error
 from keepstep.keeper.node.effects import StartExchange
 from keepstep.keeper.node.events import ExchangeAdvanced, ParityPlaced
-from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, ChunkRequest, ChunkStore
-from keepstep.keeper.transfer.reach import ChunkClient
+from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, ChunkRequest
 from keepstep.keeper.transfer.stripe_reads import (
     EXCHANGING,
+    ChunkClient,
     ChunkSource,
+    FetchSettings,
     SourceFailedError,
     StoppedError,
     StripeRead,
     StripeReader,
     fetch_bytes,
 )
+from keepstep.keeper.transfer.transfer_thread import TransferThread
+from keepstep.keeper.workers.results import Result, Results
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import Code
 from keepstep.parity.parity_buffer import ParityBuffer, ParityGroup, size_needed
@@ -38,39 +42,39 @@ from keepstep.parity.placement import Placement
 from keepstep.recovery.inventory import ParitySet
 from keepstep.transport.interface import FetchRequest
 
-SAY_S = 0.2
-NICE = 5
-# A spare buffer is used again when the new parity fills at least this part of it.
-WORTH_KEEPING = 0.5
+PROGRESS_S = 0.2  # between two progress events
+NICE = 5  # training has the cores first
+REUSE_SHARE = 0.5  # a spare buffer is used again when the new parity fills at least this part of it
 
 log = logging.getLogger("keepstep.keeper")
 
 
 class ParityBufferPool:
-    """Parity buffers that hold nothing any more: the next parity is written into memory that is there already."""
+    """Parity buffers that hold nothing any more: the next parity is written into memory that is allocated already."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spare: list[ParityBuffer] = []
         self._closed = False
 
-    def give(self, held: ParityBuffer) -> None:
-        held.void()
+    def give(self, buffer: ParityBuffer) -> None:
+        """Return a buffer; its parity is void. After `close` it is freed at once."""
+        buffer.void()
         with self._lock:
             if self._closed:
-                held.close()
+                buffer.close()
             else:
-                self._spare.append(held)
+                self._spare.append(buffer)
 
     def take(self, size_bytes: int) -> ParityBuffer:
-        """A spare one that fits, else a new one; spares that do not fit go."""
+        """A spare buffer that fits, else a new one; spares that do not fit are freed."""
         with self._lock:
             spare, self._spare = self._spare, []
-        fitting = [s for s in spare if WORTH_KEEPING * s.segment.size_bytes <= size_bytes <= s.segment.size_bytes]
+        fitting = [s for s in spare if REUSE_SHARE * s.segment.size_bytes <= size_bytes <= s.segment.size_bytes]
         chosen = min(fitting, key=lambda s: s.segment.size_bytes, default=None)
-        for held in spare:
-            if held is not chosen:
-                held.close()
+        for buffer in spare:
+            if buffer is not chosen:
+                buffer.close()
         if chosen is not None:
             return chosen
         memory_limits.check(size_bytes, "the parity of this node", room=memory_limits.measure(), memory_limit_bytes=0)
@@ -79,132 +83,124 @@ class ParityBufferPool:
     @property
     def size_bytes(self) -> int:
         with self._lock:
-            return sum(held.segment.size_bytes for held in self._spare)
+            return sum(buffer.segment.size_bytes for buffer in self._spare)
 
     def close(self) -> None:
-        """What is given back later goes at once."""
         with self._lock:
             self._closed = True
-            for held in self._spare:
-                held.close()
+            for buffer in self._spare:
+                buffer.close()
             self._spare = []
 
 
-class ParityBuilder:
-    """One exchange, on its own thread. `placed` gets the buffer; `say` gets progress and failure."""
+@dataclass(frozen=True)
+class ParityBuilt(Result):
+    """Parity that is encoded and placed in a buffer."""
+
+    event: ParityPlaced
+    buffer: ParityBuffer
+
+    def close(self) -> None:
+        self.buffer.close()
+
+
+class ParityBuilder(TransferThread):
+    """One exchange. Hands ParityBuilt to the loop at the end, ExchangeAdvanced for progress and failure."""
 
     def __init__(
         self,
         effect: StartExchange,
+        client: ChunkClient,
+        pool: ParityBufferPool,
         *,
         run_id: str,
-        node_id: str,
-        shelf: ChunkStore,
-        peers: ChunkClient,
-        pool: ParityBufferPool,
-        window_bytes: int,
-        timeout_s: float,
-        placed: Callable[[ParityPlaced, ParityBuffer], None],
-        say: Callable[[ExchangeAdvanced], None],
+        settings: FetchSettings,
+        results: Results,
     ) -> None:
-        self._effect, self._run_id, self._node_id = effect, run_id, node_id
-        self._shelf, self._peers, self._pool = shelf, peers, pool
-        self._window, self._timeout_s = window_bytes, timeout_s
-        self._placed, self._say = placed, say
-        self._stopped = threading.Event()
-        self._said_at = 0.0
+        super().__init__("exchange")
+        self._effect, self._client, self._pool = effect, client, pool
+        self._run_id, self._settings, self._results = run_id, settings, results
+        self._progress_at = 0.0
         self.key = effect.key
-        self._thread = threading.Thread(target=self._run, name="keepstep-exchange", daemon=True)
-        self._thread.start()
+        self.start()
 
-    def stop(self) -> None:
-        self._stopped.set()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        if hasattr(os, "setpriority"):  # training has the cores first
+    def run(self) -> None:
+        if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        held: ParityBuffer | None = None
-        rows = StripeReader(
-            self._peers, EXCHANGING, window_bytes=self._window, timeout_s=self._timeout_s, stopped=self._stopped
-        )
+        buffer: ParityBuffer | None = None
+        reader = StripeReader(self._client, EXCHANGING, self._settings, self.stopped)
         try:
-            manifest = self._manifests()
-            meta = self._meta(manifest)
-            held = self._pool.take(size_needed(meta))
-            found = self._encode(rows, manifest, meta, held)
-            if self._stopped.is_set():
+            group = self._manifests()
+            meta = self._meta(group)
+            buffer = self._pool.take(size_needed(meta))
+            parity_set = self._encode(reader, group, meta, buffer)
+            if self.stopped.is_set():
                 raise StoppedError
-            self._placed(ParityPlaced(found, rows.moved_bytes), held)
-            held = None
+            self._results.put(ParityBuilt(ParityPlaced(parity_set, reader.moved_bytes), buffer))
+            buffer = None
         except StoppedError:
             pass
         except SourceFailedError as failed:
-            self._complain(failed)
-            self._say(ExchangeAdvanced(self.key, rows.moved_bytes, str(failed)))
+            self._request_check(failed)
+            self._results.put(ExchangeAdvanced(self.key, reader.moved_bytes, str(failed)))
         except (Error, OSError, MemoryError, ValueError) as error:
-            self._say(ExchangeAdvanced(self.key, rows.moved_bytes, str(error) or repr(error)))
+            self._results.put(ExchangeAdvanced(self.key, reader.moved_bytes, str(error) or repr(error)))
         except Exception as error:
             log.exception("an exchange failed")
-            self._say(ExchangeAdvanced(self.key, rows.moved_bytes, repr(error)))
+            self._results.put(ExchangeAdvanced(self.key, reader.moved_bytes, repr(error)))
         finally:
-            if held is not None:
-                self._pool.give(held)
+            if buffer is not None:
+                self._pool.give(buffer)
 
     def _manifests(self) -> list[NodeManifest]:
-        """Of all members, by position."""
-        found = []
+        """The manifests of all members, by position."""
+        version, timeout_s = self.key.version, self._settings.timeout_s
+        group = []
         for member in self._effect.members:
-            if member == self._node_id:
-                found.append(self._shelf.own_manifest(self.key.version))
+            if member == self._client.node_id:
+                group.append(self._client.store.manifest(version))
                 continue
-            source = ChunkSource(member, ChunkRequest(MANIFEST, self.key.version).encode(), MAX_MANIFEST_BYTES, None)
-            data = fetch_bytes(self._peers, EXCHANGING, source, timeout_s=self._timeout_s, stopped=self._stopped)
-            found.append(manifests.decode(data, self.key.version))
-        return found
+            source = ChunkSource(member, ChunkRequest(MANIFEST, version).encode(), MAX_MANIFEST_BYTES, None)
+            data = fetch_bytes(self._client, EXCHANGING, source, timeout_s=timeout_s, stopped=self.stopped)
+            group.append(manifests.decode(data, version))
+        return group
 
-    def _meta(self, found: list[NodeManifest]) -> ParityGroup:
+    def _meta(self, group: list[NodeManifest]) -> ParityGroup:
         placement = self._placement
         rows = tuple(
-            (stripe, code_row, tuple(stripe_sizes(placement, found, stripe)))
+            (stripe, code_row, tuple(stripe_sizes(placement, group, stripe)))
             for stripe, code_row in placement.parity_stripes(self._position)
         )
         return ParityGroup(
-            self._run_id, self._node_id, self._effect.members,
-            tuple(tuple(rank.rank for rank in manifest.ranks) for manifest in found),
-            found[0].ranks[0].trainer.world_size, tuple(manifests.encode(manifest) for manifest in found), rows,
+            self._run_id, self._client.node_id, self._effect.members,
+            tuple(tuple(rank.rank for rank in manifest.ranks) for manifest in group),
+            group[0].ranks[0].trainer.world_size, tuple(manifests.encode(manifest) for manifest in group), rows,
         )  # fmt: skip
 
     def _encode(
-        self, rows: StripeReader, found: list[NodeManifest], meta: ParityGroup, held: ParityBuffer
+        self, reader: StripeReader, group: list[NodeManifest], meta: ParityGroup, buffer: ParityBuffer
     ) -> ParitySet:
         placement, key = self._placement, self.key
-        held.begin(
+        buffer.begin(
             meta, key=(key.version, key.incarnation, key.attempt), n=placement.n, m=placement.m, position=self._position
         )
         code = Code(placement.k, placement.m)
         out = memoryview(bytearray(CHUNK_BYTES))
 
-        def finish(row: StripeRead) -> None:
-            stripe, code_row, number, size = row.purpose
+        def finish(read: StripeRead) -> None:
+            stripe, code_row, number, size = read.purpose
             sources: list[memoryview | None] = [None] * placement.k
-            for source, buffer in zip(row.sources, row.buffers, strict=True):
-                sources[source.index] = buffer
+            for source, chunk in zip(read.sources, read.buffers, strict=True):
+                sources[source.index] = chunk
             code.encode(code_row, sources, out[:size])
-            held.write_chunk(stripe, number, out[:size])
-            self._progress(rows.moved_bytes)
+            buffer.write_chunk(stripe, number, out[:size])
+            self._report_progress(reader.moved_bytes)
 
-        rows.run(self._rows(found, meta), finish)
-        held.place()
-        return ParitySet(key, placement.m, self._position, meta.members, meta.ranks, meta.world_size, held.buffer_id)
+        reader.run(self._reads(group, meta), finish)
+        buffer.place()
+        return ParitySet(key, placement.m, self._position, meta.members, meta.ranks, meta.world_size, buffer.buffer_id)
 
-    def _rows(self, found: list[NodeManifest], meta: ParityGroup) -> Iterator[StripeRead]:
+    def _reads(self, group: list[NodeManifest], meta: ParityGroup) -> Iterator[StripeRead]:
         placement, version = self._placement, self.key.version
         for stripe, code_row, sizes in meta.rows:
             members = placement.sources(stripe)
@@ -212,9 +208,9 @@ class ParityBuilder:
                 sources = []
                 for index, position in enumerate(members):
                     chunk = placement.chunk_of(position, stripe, number)
-                    if chunk >= len(found[position].coded):
+                    if chunk >= len(group[position].coded):
                         continue  # beyond its end: zeros
-                    rank, piece = found[position].coded[chunk]
+                    rank, piece = group[position].coded[chunk]
                     request = ChunkRequest(DATA, version, rank, piece.at).encode()
                     node_id = self._effect.members[position]
                     sources.append(ChunkSource(node_id, request, piece.size_bytes, piece.digest, index, rank))
@@ -226,29 +222,29 @@ class ParityBuilder:
 
     @property
     def _position(self) -> int:
-        return self._effect.members.index(self._node_id)
+        return self._effect.members.index(self._client.node_id)
 
-    def _progress(self, moved_bytes: int) -> None:
-        if time.monotonic() - self._said_at >= SAY_S:
-            self._said_at = time.monotonic()
-            self._say(ExchangeAdvanced(self.key, moved_bytes))
+    def _report_progress(self, moved_bytes: int) -> None:
+        if time.monotonic() - self._progress_at >= PROGRESS_S:
+            self._progress_at = time.monotonic()
+            self._results.put(ExchangeAdvanced(self.key, moved_bytes))
 
-    def _complain(self, failed: SourceFailedError) -> None:
-        """The peer should look at what it sent: if its memory is damaged, its version is not complete any more."""
+    def _request_check(self, failed: SourceFailedError) -> None:
+        """Ask the peer to verify what it sent: if its memory is damaged, its version is not complete any more."""
         if failed.error.lost or failed.source.rank < 0:
             return
         query = ChunkRequest(CHECK, self.key.version, failed.source.rank).encode()
-        self._peers.fetch(FetchRequest(failed.error.node_id, query, 1, self._timeout_s))
+        self._client.fetch(FetchRequest(failed.error.node_id, query, 1, self._settings.timeout_s))
 
 
-def stripe_sizes(placement: Placement, found: list[NodeManifest], stripe: int) -> Iterator[int]:
+def stripe_sizes(placement: Placement, group: list[NodeManifest], stripe: int) -> Iterator[int]:
     """The sizes of the parity chunks of a stripe: in each row as long as its longest source."""
     number = 0
     while True:
         size = 0
         for position in placement.sources(stripe):
             chunk = placement.chunk_of(position, stripe, number)
-            coded = found[position].coded
+            coded = group[position].coded
             if chunk < len(coded):
                 size = max(size, coded[chunk][1].size_bytes)
         if size == 0:

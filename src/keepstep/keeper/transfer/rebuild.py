@@ -1,8 +1,9 @@
-"""One lost chunk from k others: which ones, from where, and the decoding. Checked against the lost node's checksum.
+"""Rebuild one lost chunk from k others: which ones, where they are, and the decoding.
 
-The node that needs the chunk asks a holder of the stripe's parity for it; that one has a piece already,
-fetches the others and decodes. So the work and the traffic of a rebuild are spread over the group, and the
-newcomer receives each byte once instead of k times. Where the helper fails the newcomer decodes itself.
+The node that needs the chunk asks a holder of the stripe's parity for it. That helper has one piece already, fetches
+the others and decodes, so the work and the traffic of a rebuild are spread over the group, and the new node receives
+each byte once instead of k times. Where the helper fails, the new node decodes itself. The result is checked against
+the checksum of the lost node.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import xxhash
 
 from keepstep.arena import manifest as manifests
 from keepstep.arena.manifest import NodeManifest, TableChunk
-from keepstep.errors import IntegrityError, KeeperError
+from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.keeper.transfer.chunk_store import DATA, PARITY, REBUILT, ChunkRequest
-from keepstep.keeper.transfer.reach import ChunkClient
 from keepstep.keeper.transfer.stripe_reads import (
     HELPING,
+    ChunkClient,
     ChunkSource,
+    FetchSettings,
     SourceFailedError,
     StoppedError,
     StripeRead,
@@ -35,50 +37,48 @@ from keepstep.recovery.inventory import SetKey
 from keepstep.recovery.plan import Rebuild
 from keepstep.transport.interface import Body, Refusal
 
-MAX_METAS = 4
+MAX_GROUPS = 4  # whose manifests a helper keeps decoded
 
 
 @dataclass(frozen=True)
 class LostChunk:
-    """A chunk that nobody holds any more, and what it is rebuilt from."""
+    """A chunk that no node holds any more, and what it is rebuilt from."""
 
     chunk: TableChunk
-    erased: int
-    """its index in the code"""
+    erased: int  # its index in the code
     sources: list[ChunkSource]
-    zeros: list[int]
-    """indexes that are zero: beyond the end of what their node had"""
+    zeros: list[int]  # indexes that are zero: beyond the end of what their node had
 
 
 class GroupStripes:
-    """A group as a plan found it: what is left of each stripe."""
+    """A group as a plan describes it: what is left of each stripe."""
 
-    def __init__(self, rebuild: Rebuild, found: list[NodeManifest]) -> None:
-        self.rebuild, self.found = rebuild, found
+    def __init__(self, rebuild: Rebuild, manifests: list[NodeManifest]) -> None:
+        self.rebuild, self.manifests = rebuild, manifests
         self.placement = Placement(len(rebuild.ranks), rebuild.losses)
-        self._own: dict[tuple[int, int], int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
 
     def number_of(self, rank: int, chunk: TableChunk) -> int:
-        """Which chunk of the lost node it is."""
-        if not self._own:  # not for a helper, who comes here for each chunk: there are thousands
-            coded = self.found[self.rebuild.position].coded
-            self._own = {(rank, c.at): number for number, (rank, c) in enumerate(coded)}
-        return self._own[rank, chunk.at]
+        """The number of a chunk among all chunks of the lost node."""
+        if not self._numbers:  # built on demand: a helper makes a GroupStripes for each of thousands of chunks
+            coded = self.manifests[self.rebuild.position].coded
+            self._numbers = {(rank, c.at): number for number, (rank, c) in enumerate(coded)}
+        return self._numbers[rank, chunk.at]
 
     def lost(self, number: int) -> LostChunk:
-        """How chunk `number` of the lost node comes back: data that is left first, then parity."""
+        """What chunk `number` of the lost node is rebuilt from: data that is left first, then parity."""
         rebuild, placement = self.rebuild, self.placement
-        _, wanted = self.found[rebuild.position].coded[number]
+        _, lost_chunk = self.manifests[rebuild.position].coded[number]
         stripe, row = placement.where(rebuild.position, number)
         sources: list[ChunkSource] = []
         zeros: list[int] = []
         longest = 0
         for index, position in enumerate(placement.sources(stripe)):
             chunk = placement.chunk_of(position, stripe, row)
-            if chunk >= len(self.found[position].coded):
+            if chunk >= len(self.manifests[position].coded):
                 zeros.append(index)
                 continue
-            rank, piece = self.found[position].coded[chunk]
+            rank, piece = self.manifests[position].coded[chunk]
             longest = max(longest, piece.size_bytes)
             if "" in rebuild.data[position]:
                 continue
@@ -92,16 +92,22 @@ class GroupStripes:
         if len(sources) + len(zeros) < placement.k:
             left = len(sources) + len(zeros)
             raise KeeperError(f"stripe {stripe} has {left} of the {placement.k} pieces that are needed")
-        return LostChunk(wanted, placement.source_index(rebuild.position, stripe), sources, zeros)
+        return LostChunk(lost_chunk, placement.source_index(rebuild.position, stripe), sources, zeros)
 
     def helper(self, number: int) -> str:
-        """Who decodes it: a holder of its parity, in turn."""
+        """The node that decodes it: the holders of its parity in turn."""
         stripe, row = self.placement.where(self.rebuild.position, number)
         holders = [self.rebuild.parity[p] for p in self.placement.parity_holders(stripe) if self.rebuild.parity[p]]
         return holders[row % len(holders)]
 
+    def ask_helper(self, number: int) -> StripeRead:
+        """The read that asks the helper for a lost chunk."""
+        rank, chunk = self.manifests[self.rebuild.position].coded[number]
+        request = ChunkRequest(REBUILT, chunk=number, rebuild=self.rebuild).encode()
+        return StripeRead([ChunkSource(self.helper(number), request, chunk.size_bytes, chunk.digest, 0, rank)], chunk)
+
     def decode(self, lost: LostChunk, buffers: list[memoryview], out: memoryview) -> None:
-        """Fill `out` with the lost chunk. Raises IntegrityError when what comes out is not what was lost."""
+        """Fill `out` with the lost chunk. Raises IntegrityError when the result does not match its checksum."""
         available: dict[int, memoryview | None] = {
             source.index: buffer for source, buffer in zip(lost.sources, buffers, strict=True)
         }
@@ -113,46 +119,40 @@ class GroupStripes:
 
 
 class Rebuilder:
-    """Decodes for a peer, on the thread of its stream."""
+    """Rebuilds chunks for peers, on the threads of their streams."""
 
-    def __init__(self, reach: ChunkClient, *, timeout_s: float) -> None:
-        self._reach, self._timeout_s = reach, timeout_s
+    def __init__(self, client: ChunkClient, *, timeout_s: float) -> None:
+        self._client = client
+        self._settings = FetchSettings(CHUNK_BYTES, timeout_s)
         self._lock = threading.Lock()
-        self._metas: OrderedDict[SetKey, list[NodeManifest]] = OrderedDict()
+        self._groups: OrderedDict[SetKey, list[NodeManifest]] = OrderedDict()
         self._closed = threading.Event()
 
     def close(self) -> None:
         self._closed.set()
 
-    def serve(self, wanted: ChunkRequest) -> Body:
-        rebuild = wanted.rebuild
-        if rebuild is None:
-            raise Refusal("rebuilt from what?")
+    def rebuild(self, request: ChunkRequest) -> Body:
+        """The chunk that a peer has lost. Raises Refusal when it cannot be rebuilt here."""
+        if request.rebuild is None:
+            raise Refusal("request names no group to rebuild from")
         try:
-            stripes = GroupStripes(rebuild, self._manifests(rebuild.key))
-            lost = stripes.lost(wanted.chunk)
-            rows = StripeReader(
-                self._reach, HELPING, window_bytes=CHUNK_BYTES, timeout_s=self._timeout_s, stopped=self._closed
-            )
+            stripes = GroupStripes(request.rebuild, self._manifests(request.rebuild.key))
+            lost = stripes.lost(request.chunk)
+            reader = StripeReader(self._client, HELPING, self._settings, self._closed)
             out = memoryview(bytearray(lost.chunk.size_bytes))
-            rows.run([StripeRead(lost.sources, None)], lambda row: stripes.decode(lost, row.buffers, out))
+            reader.run([StripeRead(lost.sources, None)], lambda read: stripes.decode(lost, read.buffers, out))
+        except (OSError, Error) as error:
+            raise Refusal(str(error)) from error
         except (SourceFailedError, StoppedError, IndexError, KeyError, ValueError, msgspec.DecodeError) as error:
             raise Refusal(f"cannot be rebuilt here: {error}") from error
         return Body(lost.chunk.size_bytes, lost.chunk.digest, data=out)
 
     def _manifests(self, key: SetKey) -> list[NodeManifest]:
-        """Of the whole group, as they were kept beside the parity."""
+        """The manifests of the whole group, as they are stored beside the parity."""
         with self._lock:
-            if key not in self._metas:
-                meta = msgspec.msgpack.decode(self._reach.shelf.meta(key), type=ParityGroup)
-                self._metas[key] = [manifests.decode(one, key.version) for one in meta.manifests]
-                while len(self._metas) > MAX_METAS:
-                    self._metas.popitem(last=False)
-            return self._metas[key]
-
-
-def ask(stripes: GroupStripes, number: int) -> StripeRead:
-    """The row that asks the helper for a lost chunk."""
-    rank, chunk = stripes.found[stripes.rebuild.position].coded[number]
-    request = ChunkRequest(REBUILT, chunk=number, rebuild=stripes.rebuild).encode()
-    return StripeRead([ChunkSource(stripes.helper(number), request, chunk.size_bytes, chunk.digest, 0, rank)], chunk)
+            if key not in self._groups:
+                meta = msgspec.msgpack.decode(self._client.store.meta(key), type=ParityGroup)
+                self._groups[key] = [manifests.decode(encoded, key.version) for encoded in meta.manifests]
+                while len(self._groups) > MAX_GROUPS:
+                    self._groups.popitem(last=False)
+            return self._groups[key]

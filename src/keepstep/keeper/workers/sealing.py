@@ -1,4 +1,4 @@
-"""Seal and verify slots in threads, off the keeper's loop. Each job reports with one event.
+"""Seal and verify slots in threads, off the keeper's loop.
 
 A seal calls the parts in order (`arena/checksum`): list the committed chunks, read their digests, write table and
 header. Digests of a large slot come from the checksum worker; of a small one, or when the worker fails, they are read
@@ -14,18 +14,22 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 
+import msgspec
+
 from keepstep.arena import checksum
 from keepstep.arena.chunks import Chunk
 from keepstep.arena.slots import Arena, SealedSlot
 from keepstep.config import KeeperConfig
+from keepstep.control.messages import VerifyResult
 from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.keeper.coordinator.messages import ReplicaAuditAnswer, ReplicaSetDigest
 from keepstep.keeper.node.effects import CreateArena, ReadReplicaDigests, SealSlot, VerifySlot
-from keepstep.keeper.node.events import Event, ReplicaDigestsRead, SlotSealed, SlotVerified
+from keepstep.keeper.node.events import Conn, ReplicaDigestsRead, SlotSealed, SlotVerified
 from keepstep.keeper.workers.allocation import ArenaAllocator
 from keepstep.keeper.workers.checksum_client import ChecksumClient
 from keepstep.keeper.workers.checksum_worker import NICENESS
 from keepstep.keeper.workers.replica_digests import answer, set_digests
+from keepstep.keeper.workers.results import ArenaCreated, Results, SlotsChecked
 from keepstep.keeper.workers.sealed_snapshot import open_sealed
 from keepstep.types import Version
 
@@ -34,6 +38,7 @@ MAX_HASH_THREADS = 32
 CHUNKS_PER_RUN = 16  # that one hash thread reads in one go
 LEAST_BYTES = 256 << 20  # of a slot that is worth the worker process: it hashes in a quarter of the CPU time
 RETRY_PAUSES_S = (0.01, 0.1, 1.0)
+SlotToCheck = tuple[Arena, VerifyResult, Version]
 
 
 class Sealer:
@@ -86,10 +91,10 @@ class Sealer:
 
 
 class WorkerPool:
-    """A few threads for work on bytes. `report` is called from them and must be thread-safe."""
+    """A few threads for work on the bytes of this node; each job hands one result to the keeper's loop."""
 
-    def __init__(self, allocator: ArenaAllocator, config: KeeperConfig, report: Callable[[Event], None]) -> None:
-        self._allocator, self._report = allocator, report
+    def __init__(self, allocator: ArenaAllocator, config: KeeperConfig, results: Results) -> None:
+        self._allocator, self._results = allocator, results
         num_threads = config.seal_threads or _num_hash_threads()
         self._jobs = ThreadPoolExecutor(max_workers=JOBS, thread_name_prefix="keepstep-job")
         # They read and hash for all jobs together.
@@ -99,21 +104,21 @@ class WorkerPool:
         self._stopped = threading.Event()
 
     def seal(self, arena: Arena, effect: SealSlot) -> None:
-        self._jobs.submit(lambda: self._report(self._seal(arena, effect)))
+        self._jobs.submit(lambda: self._results.put(self._seal(arena, effect)))
 
     def verify(self, arena: Arena, effect: VerifySlot) -> None:
-        self._jobs.submit(lambda: self._report(self._verify(arena, effect)))
+        self._jobs.submit(lambda: self._results.put(self._verify(arena, effect)))
 
-    def create(self, effect: CreateArena, done: Callable[[Arena | Error], None]) -> None:
-        self._jobs.submit(lambda: done(self._allocator.create(effect)))
+    def create(self, effect: CreateArena) -> None:
+        self._jobs.submit(lambda: self._results.put(ArenaCreated(effect, self._allocator.create(effect))))
 
     def read_replica_digests(self, arenas: list[Arena], effect: ReadReplicaDigests) -> None:
         """Digests of a replica set on this node, for the coordinator's comparison."""
-        self._jobs.submit(lambda: self._report(_replica_digests(arenas, effect)))
+        self._jobs.submit(lambda: self._results.put(_replica_digests(arenas, effect)))
 
-    def check(self, slots: list[tuple[Arena, int]], done: Callable[[list[str]], None]) -> None:
-        """Verify slots for `keepstep verify`: one problem text for each, empty when it is sound."""
-        self._jobs.submit(lambda: done([self._problem(arena, slot) for arena, slot in slots]))
+    def check(self, conn: Conn, ticket: int, slots: list[SlotToCheck]) -> None:
+        """Verify slots for `keepstep verify`."""
+        self._jobs.submit(lambda: self._results.put(self._check(conn, ticket, slots)))
 
     def forget(self, arena_id: str) -> None:
         """Have the worker unmap an arena that is closed. Returns at once."""
@@ -141,6 +146,15 @@ class WorkerPool:
 
     def _verify(self, arena: Arena, effect: VerifySlot) -> SlotVerified:
         return SlotVerified(arena.arena_id, effect.slot, effect.version, self._problem(arena, effect.slot))
+
+    def _check(self, conn: Conn, ticket: int, slots: list[SlotToCheck]) -> SlotsChecked:
+        results, damaged = [], []
+        for arena, result, version in slots:
+            problem = self._problem(arena, result.slot)
+            results.append(msgspec.structs.replace(result, problem=problem))
+            if problem:
+                damaged.append(SlotVerified(arena.arena_id, result.slot, version, problem))
+        return SlotsChecked(conn, ticket, results, damaged)
 
     def _problem(self, arena: Arena, slot: int) -> str:
         try:

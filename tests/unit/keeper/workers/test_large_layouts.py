@@ -22,7 +22,7 @@ from keepstep.control.messages import RestoreFrom
 from keepstep.errors import IntegrityError
 from keepstep.keeper.transfer import chunk_store
 from keepstep.keeper.transfer.chunk_store import STREAM, ChunkRequest, ChunkStore
-from keepstep.keeper.transfer.streams import find_streams
+from keepstep.keeper.transfer.fetch_replicas import find_replicas
 from keepstep.keeper.workers import sealed_snapshot
 from keepstep.keeper.workers.layout_index import LayoutIndex, LayoutIndexCache
 from keepstep.keeper.workers.replica_digests import set_digests
@@ -71,9 +71,9 @@ def make(
     return arena
 
 
-def served(shelf: ChunkStore, asked: bytes) -> int:
+def served(store: ChunkStore, asked: ChunkRequest) -> int:
     """How many bytes a peer would get. The descriptor that they are read from is given back."""
-    body = shelf.serve("peer", asked)
+    body = store.read(asked)
     body.release()
     return body.size_bytes
 
@@ -101,7 +101,7 @@ def test_chunks_of_a_large_class_are_found_in_one_look_each(node: Node) -> None:
     own = node.arenas[3]
     arenas = {arena.arena_id: arena for arena in node.arenas}
     with counted_lines() as count:
-        found = find_streams(arenas, RestoreFrom(VERSION, own.arena_id, VERSION.step % 2, 0, []))
+        found = find_replicas(arenas, RestoreFrom(VERSION, own.arena_id, VERSION.step % 2, 0, []))
     (source,) = found.sources
     assert not found.missing
     for chunk in (0, 1, 3, 8, CHUNKS - 1):
@@ -113,28 +113,26 @@ def test_chunks_of_a_large_class_are_found_in_one_look_each(node: Node) -> None:
 
 
 def test_chunk_of_a_large_class_is_served_without_going_through_all_of_it(node: Node) -> None:
-    shelf = ChunkStore("n", lambda *_: None)
+    store = ChunkStore("n")
     for arena in node.arenas:
-        shelf.put(arena)
-    asked = [
-        ChunkRequest(STREAM, VERSION, chunk=chunk, class_id=node.class_id).encode() for chunk in range(0, CHUNKS, 7)
-    ]
-    assert served(shelf, asked[0]) == CHUNK_BYTES
+        store.add(arena)
+    asked = [ChunkRequest(STREAM, VERSION, chunk=chunk, class_id=node.class_id) for chunk in range(0, CHUNKS, 7)]
+    assert served(store, asked[0]) == CHUNK_BYTES
     with counted_lines() as count:
         for one in asked:
-            assert served(shelf, one) == CHUNK_BYTES
+            assert served(store, one) == CHUNK_BYTES
     # 730, most of them to see whether the books of eight ranks are current. One rank alone has 512 chunks.
     assert count.lines / len(asked) < 1000
 
 
 @dataclass
 class OneRank:
-    """A rank that holds all of a class of two chunks, and a shelf that it lies on."""
+    """A rank that holds all of a class of two chunks, and a store that it lies on."""
 
     layout: Layout
     arena: Arena
-    shelf: ChunkStore
-    asked: bytes
+    store: ChunkStore
+    asked: ChunkRequest
 
     def write_again(self, steps: int) -> None:
         make(0, self.layout, VERSION.step + steps, self.arena)
@@ -146,17 +144,17 @@ def rank() -> Iterator[OneRank]:
     entries = (Entry(0, size, (piece("model.weight", size),)),)
     name = class_id((0, 1), entries)
     layout = Layout((), (), (ReplicaSet(name, (0, 1), (0, 1), size, entries, FULL, 2, 0, 0, 0, (0, 1), ()),))
-    arena, shelf = make(0, layout), ChunkStore("n", lambda *_: None)
-    shelf.put(arena)
-    yield OneRank(layout, arena, shelf, ChunkRequest(STREAM, VERSION, chunk=1, class_id=name).encode())
+    arena, store = make(0, layout), ChunkStore("n")
+    store.add(arena)
+    yield OneRank(layout, arena, store, ChunkRequest(STREAM, VERSION, chunk=1, class_id=name))
     arena.close()
 
 
 def test_chunk_of_a_slot_that_was_written_again_is_not_served(rank: OneRank) -> None:
-    assert served(rank.shelf, rank.asked) == CHUNK_BYTES
+    assert served(rank.store, rank.asked) == CHUNK_BYTES
     rank.write_again(2)
-    with pytest.raises(Refusal, match="does not hold that"):
-        rank.shelf.serve("peer", rank.asked)
+    with pytest.raises(Refusal, match="does not hold that chunk"):
+        rank.store.read(rank.asked)
 
 
 def test_slot_that_is_written_again_while_it_is_opened_does_not_stand_for_the_old_version(
@@ -168,22 +166,22 @@ def test_slot_that_is_written_again_while_it_is_opened_does_not_stand_for_the_ol
 
     monkeypatch.setattr(chunk_store, "open_sealed", too_late)
     with pytest.raises(Refusal):
-        rank.shelf.serve("peer", rank.asked)
+        rank.store.read(rank.asked)
     monkeypatch.undo()
-    with pytest.raises(Refusal, match="does not hold that"):
-        rank.shelf.serve("peer", rank.asked)
+    with pytest.raises(Refusal, match="does not hold that chunk"):
+        rank.store.read(rank.asked)
 
 
 def test_book_that_is_out_of_date_does_not_hide_what_others_hold(rank: OneRank) -> None:
     other = make(1, rank.layout)
     try:
-        rank.shelf.put(other)
+        rank.store.add(other)
         for number in (0, 1):
-            rank.shelf.book(VERSION, number)  # open, but its layout was not needed yet
+            rank.store.snapshot(VERSION, number)  # open, but its layout was not needed yet
         sealed_snapshot._layouts._indexes.clear()
         rank.write_again(2)
         rank.arena.segment.write(rank.arena.layout_span(VERSION.step % 2).offset, b"\xff")
-        assert served(rank.shelf, rank.asked) == CHUNK_BYTES
+        assert served(rank.store, rank.asked) == CHUNK_BYTES
     finally:
         other.close()
 
