@@ -44,7 +44,9 @@ def test_clones_and_fingerprints_are_done_long_before_the_copies() -> None:
         torch.cuda.synchronize()
         for _ in range(8):
             busy @ busy
-        departure = DeviceTransfer(lane, cargo, (), lambda: checks.look(device), lambda: checks.leave(device))
+        departure = DeviceTransfer(
+            lane, cargo, (), lambda: checks.compute_fingerprints(device), lambda: checks.copy_fingerprints(device)
+        )
         assert not departure.begin.query(), "the device must still be busy: otherwise this shows nothing"
         departure.issue(lambda owner: None, lambda size: None)
         deadline = time.monotonic() + PATIENCE_S
@@ -52,7 +54,7 @@ def test_clones_and_fingerprints_are_done_long_before_the_copies() -> None:
             assert time.monotonic() < deadline
         assert not lane.stream.query(), "they have waited for the copies"
         departure.finish()
-        assert checks.changed_on_the_way(payload) is None
+        assert checks.changed_in_transit(payload) is None
     assert torch.equal(payload, source.cpu())
 
 
@@ -77,12 +79,14 @@ def test_snapshots_in_a_row_hold_what_was_there_when_each_began() -> None:
         payload = torch.zeros(begin + large.numel(), dtype=torch.uint8, pin_memory=True)
         checks = SnapshotChecks(None, [DeviceFingerprints([unit], random.Random(0), whole=True)])
         cargo = TransferPlan(payload, gathered, cut(payload[begin:], large, unit.owners))
-        departure = DeviceTransfer(lane, cargo, (), partial(checks.look, device), partial(checks.leave, device))
+        departure = DeviceTransfer(
+            lane, cargo, (), partial(checks.compute_fingerprints, device), partial(checks.copy_fingerprints, device)
+        )
         departure.issue(lambda owner: None, lambda size: None)
-        departure.overtake(0)
+        departure.wait_on_device(0)
         begun.append((departure, checks, payload))
     for number, (departure, checks, payload) in enumerate(begun):
         departure.finish()
-        assert checks.changed_on_the_way(payload) is None
+        assert checks.changed_in_transit(payload) is None
         assert all(bool((payload[at : at + 100] == number).all()) for at in sizes)
     assert torch.equal(begun[-1][2][begin:], large.cpu())

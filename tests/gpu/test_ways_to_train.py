@@ -197,7 +197,7 @@ def live(run: LocalRun, way: Callable[[], Training], slots: int, truth: dict[int
     complete = [one for one in taken if one.wait(timeout_s=60) >= keepstep.Survives.PROCESS]
     assert complete, [one.reason for one in taken]
     if way is Turns:
-        assert not any(watched.distrusted for watched in snapshots._fence.watched)
+        assert not any(watched.untrusted_reason for watched in snapshots._fence.watched)
     snapshots.close(finished=False)
     return len(complete)
 

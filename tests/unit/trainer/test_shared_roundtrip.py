@@ -240,7 +240,7 @@ def test_optimizer_waits_for_stream_copies_that_read_what_it_writes(
                 break
             assert time.monotonic() < deadline, pending
         assert set(reached) == {Survives.PROCESS}
-        assert not any(watched.distrusted for watched in snapshots._fence.watched)
+        assert not any(watched.untrusted_reason for watched in snapshots._fence.watched)
         snapshots.close(finished=True)
 
 

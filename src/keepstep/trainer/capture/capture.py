@@ -50,7 +50,7 @@ from keepstep.types import Version
 log = logging.getLogger("keepstep")
 
 DRAIN_S = 600.0  # An arena is replaced only when no capture uses it: copies take this long at the very most.
-LOOK_S = 5.0
+QUEUE_WAIT_S = 5.0
 """that long a `take` waits for the copy thread to queue what there is to do, in the rare case that it must know"""
 MAX_READERS = 8
 """threads that compare: all of a large state takes one of them seconds, and the next snapshot may have to wait"""
@@ -210,11 +210,11 @@ class Capture:
         """Copies of this device begin where its compute stream stands now."""
         cargo = self._targets.transfer(job.targets, job.schedule, device)
         staged = [pair for pair in job.staged if pair[1].device == device]
-        checks = (partial(job.checks.look, device), partial(job.checks.leave, device))
+        checks = (partial(job.checks.compute_fingerprints, device), partial(job.checks.copy_fingerprints, device))
         transfer = DeviceTransfer(self.lanes.of(device), cargo, staged, *checks)
         job.transfers.append(transfer)
         for owner in transfer.owners:
-            job.gates[owner].overtake.append(partial(transfer.overtake, owner))
+            job.gates[owner].wait_on_device.append(partial(transfer.wait_on_device, owner))
 
     def check_unfenced_write(self) -> None:
         """Void the newest capture when an optimizer whose hook did not fire wrote what is still being copied."""
@@ -224,7 +224,7 @@ class Capture:
         silent = {i for i, gate in job.gates.items() if gate.open and not self._fence.watched[i].fired}
         if not silent:
             return
-        if job.transfers and not self._have_looked(job, silent):
+        if job.transfers and not self._fingerprints_queued(job, silent):
             job.void = "an optimizer may have written before the devices had looked at what it owns"
             return
         unit = job.checks.changed_at_source(silent)
@@ -234,13 +234,13 @@ class Capture:
         if changed:
             job.void = changed
             for index in silent:
-                self._fence.watched[index].distrusted = changed
+                self._fence.watched[index].untrusted_reason = changed
 
-    def _have_looked(self, job: CaptureJob, silent: set[int]) -> bool:
+    def _fingerprints_queued(self, job: CaptureJob, silent: set[int]) -> bool:
         """The copy thread may be waiting for its turn."""
         for index in silent:
-            job.gates[index].wanted.set()
-        return job.queued.wait(LOOK_S) and job.checks.have_looked
+            job.gates[index].waited_for.set()
+        return job.queued.wait(QUEUE_WAIT_S) and job.checks.fingerprints_queued
 
     def drain(self, timeout_s: float = DRAIN_S) -> bool:
         """Wait until nothing is in flight, and release the arena."""
@@ -278,7 +278,7 @@ class Capture:
             finally:
                 job.queued.set()
                 for gate in job.gates.values():
-                    gate.passed.set()
+                    gate.done.set()
             self._copied.put((job, reason))
         self._copied.put(None)
 
@@ -288,7 +288,7 @@ class Capture:
         if waits:  # There is time while the snapshot before it is copied.
             self._finish_take(job)
         for transfer in job.transfers:
-            transfer.wait_for_turn(lambda: any(gate.wanted.is_set() for gate in job.gates.values()))
+            transfer.wait_for_turn(lambda: any(gate.waited_for.is_set() for gate in job.gates.values()))
             transfer.issue(counter.release, lambda size: self._host.pace(size, job.gates.values()))
         job.queued.set()
         if not waits:
@@ -362,7 +362,7 @@ class Capture:
             return ""
         faults.point("capture.compare")
         with self.lanes.aside():
-            unit = job.checks.changed_on_the_way(job.view.payload(job.slot), self._over)
+            unit = job.checks.changed_in_transit(job.view.payload(job.slot), self._over)
             if unit is not None:
                 self._mark_violated(job, unit)
         return job.void
@@ -378,7 +378,7 @@ class Capture:
         job.void = f"{unit.path} changed while it was copied: something writes it outside {', '.join(names)}.step()"
         log.error("%s; it is copied inside take from now on", job.void)
         for index in unit.owners:
-            self._fence.watched[index].distrusted = job.void
+            self._fence.watched[index].untrusted_reason = job.void
 
     def _commit(self, job: CaptureJob) -> None:
         """The last act: from here on the snapshot is whole."""
@@ -422,4 +422,4 @@ class _ReadCounter:
         """One of the copies no longer reads what this optimizer owns."""
         self._left[index] -= 1
         if self._left[index] == 0:
-            self._gates[index].passed.set()
+            self._gates[index].done.set()

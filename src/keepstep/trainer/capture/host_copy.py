@@ -122,7 +122,7 @@ class HostCopier:
     ) -> CopyOp | ParityOp | None:
         """Compare the copies with the live tensors, until an optimizer waits. Returns what changed meanwhile."""
         for op, target in zip(ops, targets, strict=True):
-            if any(gate.wanted.is_set() for gate in gates.values()):
+            if any(gate.waited_for.is_set() for gate in gates.values()):
                 return None
             now = op.compute(torch.empty_like(target)) if isinstance(op, ParityOp) else op.source
             if not torch.equal(now, target):
@@ -142,5 +142,5 @@ class HostCopier:
         rate = self._config.rate_bytes_s
         if rate:
             gate = min(gates, key=id)
-            if not gate.wanted.is_set():
-                gate.wanted.wait(size_bytes / rate)
+            if not gate.waited_for.is_set():
+                gate.waited_for.wait(size_bytes / rate)

@@ -1,4 +1,4 @@
-"""What is looked at when a snapshot begins: windows of host memory, fingerprints of devices."""
+"""Checks of one snapshot: samples of host memory and fingerprints of device memory, from source to arena."""
 
 from __future__ import annotations
 
@@ -15,62 +15,66 @@ from keepstep.trainer.plan.parity_ops import ParityOp
 
 @dataclass
 class SnapshotChecks:
-    """Of one snapshot; empty where nothing is copied behind `take`, or nobody wants it."""
+    """Of one snapshot; empty when nothing is copied after `take`, or fingerprints are off."""
 
     samples: HostSamples | None = None
-    prints: list[DeviceFingerprints] = field(default_factory=list)
+    fingerprints: list[DeviceFingerprints] = field(default_factory=list)
 
     @classmethod
-    def first(cls, parts: CopySchedule, rng: random.Random) -> SnapshotChecks:
-        """Inside `take`, so only what does not wait for a device."""
-        return cls(HostSamples.choose(parts.lazy, rng))
+    def first(cls, schedule: CopySchedule, rng: random.Random) -> SnapshotChecks:
+        """Made inside `take`, so nothing that waits for a device."""
+        return cls(HostSamples.choose(schedule.lazy, rng))
 
     @classmethod
-    def next(cls, parts: CopySchedule, rng: random.Random, *, whole: bool) -> SnapshotChecks:
-        host = parts.lazy_on_host
-        devices = {unit.device for unit in parts.lazy} - {torch.device("cpu")}
-        prints = [
-            DeviceFingerprints([unit for unit in parts.lazy if unit.device == device], rng, whole=whole)
+    def next(cls, schedule: CopySchedule, rng: random.Random, *, whole: bool) -> SnapshotChecks:
+        """Made in advance. `whole`: fingerprints of all chunks of devices."""
+        host = schedule.lazy_on_host
+        devices = {op.device for op in schedule.lazy} - {torch.device("cpu")}
+        fingerprints = [
+            DeviceFingerprints([op for op in schedule.lazy if op.device == device], rng, whole=whole)
             for device in devices
         ]
-        return cls(HostSamples.choose(host, rng) if host else None, prints)
+        return cls(HostSamples.choose(host, rng) if host else None, fingerprints)
 
     def __bool__(self) -> bool:
-        return self.samples is not None or bool(self.prints)
+        return self.samples is not None or bool(self.fingerprints)
 
     def take(self) -> None:
-        """Inside `take`; fingerprints of devices are queued behind it (`Departure`)."""
+        """Copy the samples, inside `take`; fingerprints of devices are queued after it (`DeviceTransfer`)."""
         if self.samples is not None:
             self.samples.take()
 
-    def look(self, device: torch.device) -> None:
+    def compute_fingerprints(self, device: torch.device) -> None:
         """Queue the fingerprints of a device on its current stream."""
-        for one in self.prints:
-            if one.device == device:
-                one.compute()
+        for fingerprints in self.fingerprints:
+            if fingerprints.device == device:
+                fingerprints.compute()
 
-    def leave(self, device: torch.device) -> None:
-        """Queue their way to the host."""
-        for one in self.prints:
-            if one.device == device:
-                one.leave()
+    def copy_fingerprints(self, device: torch.device) -> None:
+        """Queue their copy to the host on the current stream."""
+        for fingerprints in self.fingerprints:
+            if fingerprints.device == device:
+                fingerprints.copy_to_host()
 
     @property
-    def have_looked(self) -> bool:
-        """Whether all that is to be seen at `take` is known, or will be."""
-        return all(one.has_left for one in self.prints)
+    def fingerprints_queued(self) -> bool:
+        """Whether every fingerprint of `take` is computed and copied to the host, or will be."""
+        return all(fingerprints.is_queued for fingerprints in self.fingerprints)
 
     def changed_at_source(self, owners: set[int]) -> CopyOp | ParityOp | None:
-        return next((unit for one in self._all() if (unit := one.changed_at_source(owners)) is not None), None)
+        """The first operation of these optimizers whose source has changed since `take`."""
+        checks: list[HostSamples | DeviceFingerprints] = [*self.fingerprints]
+        if self.samples is not None:
+            checks.append(self.samples)
+        return next((op for check in checks if (op := check.changed_at_source(owners)) is not None), None)
 
-    def changed_on_the_way(self, payload: torch.Tensor, over: Over = map) -> CopyOp | ParityOp | None:
-        for one in self.prints:
-            if (unit := one.changed_on_the_way(payload, over)) is not None:
-                return unit
-        return self.samples.changed_on_the_way(payload) if self.samples is not None else None
-
-    def _all(self) -> list[HostSamples | DeviceFingerprints]:
-        return [*self.prints, *([self.samples] if self.samples is not None else [])]
+    def changed_in_transit(self, payload: torch.Tensor, over: Over = map) -> CopyOp | ParityOp | None:
+        """The first operation whose copy differs from its source at `take`."""
+        for fingerprints in self.fingerprints:
+            if (op := fingerprints.changed_in_transit(payload, over)) is not None:
+                return op
+        return self.samples.changed_in_transit(payload) if self.samples is not None else None
 
     def encode(self) -> bytes:
-        return b"".join(one.encode() for one in self.prints)
+        """The fingerprints, to be stored with the snapshot."""
+        return b"".join(fingerprints.encode() for fingerprints in self.fingerprints)

@@ -1,7 +1,7 @@
-"""Windows of lazily copied bytes as they were at `take`, to be compared with what lands.
+"""Samples of host tensors at `take`: windows of bytes, compared with the copy in the arena.
 
-Tensor version counters do not see the writers that matter (fence.py), so bytes are looked at: other units and other
-windows each time, so that in time every byte is.
+Tensor version counters do not count the writes that matter (optimizer_fence.py), so bytes are compared: other
+operations and other windows each time, so that in time every byte is.
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ MAX_SAMPLES = 256
 
 @dataclass(frozen=True)
 class SampleWindow:
-    """A stretch of what one unit writes, and the bytes that it is made of."""
+    """A range of the target of one operation, and the source bytes that it is computed from."""
 
-    unit: CopyOp | ParityOp
-    offset: int
-    """in the unit"""
+    op: CopyOp | ParityOp
+    offset: int  # in the operation
     size_bytes: int
     sources: list[torch.Tensor]
-    coded: ParityOp | None = None
+    parity: ParityOp | None = None  # of the window only
 
     @classmethod
-    def choose(cls, unit: CopyOp | ParityOp, rng: random.Random) -> SampleWindow:
-        size = min(unit.size_bytes, max(SAMPLE_MIN, min(SAMPLE_MAX, unit.size_bytes // SAMPLE_SHARE)))
-        offset = rng.randrange(unit.size_bytes - size + 1)
-        coded = unit.window(offset, size) if isinstance(unit, ParityOp) else None
+    def choose(cls, op: CopyOp | ParityOp, rng: random.Random) -> SampleWindow:
+        size = min(op.size_bytes, max(SAMPLE_MIN, min(SAMPLE_MAX, op.size_bytes // SAMPLE_SHARE)))
+        offset = rng.randrange(op.size_bytes - size + 1)
+        parity = op.window(offset, size) if isinstance(op, ParityOp) else None
         sources = (
-            [part.source for part in coded.inputs()] if coded is not None else [unit.source[offset : offset + size]]  # type: ignore[union-attr]
+            [part.source for part in parity.inputs()] if parity is not None else [op.source[offset : offset + size]]  # type: ignore[union-attr]
         )
-        return cls(unit, offset, size, sources, coded)
+        return cls(op, offset, size, sources, parity)
 
-    def has_landed(self, payload: torch.Tensor, taken: list[torch.Tensor]) -> bool:
-        """Whether what stands in the payload is what was taken, or the parity of it."""
-        begin = self.unit.offset + self.offset
-        landed = payload[begin : begin + self.size_bytes]
-        return torch.equal(self.coded.compute_from(taken) if self.coded is not None else taken[0], landed)
+    def matches(self, payload: torch.Tensor, taken: list[torch.Tensor]) -> bool:
+        """Whether the payload has the sampled bytes, or their parity."""
+        begin = self.op.offset + self.offset
+        copied = payload[begin : begin + self.size_bytes]
+        return torch.equal(self.parity.compute_from(taken) if self.parity is not None else taken[0], copied)
 
 
 class HostSamples:
@@ -56,30 +55,30 @@ class HostSamples:
     def __init__(self, windows: list[SampleWindow]) -> None:
         self.windows = windows
         self._sources = [source for window in windows for source in window.sources]
-        self._starts, sizes = _side_by_side(self._sources)
-        # One buffer for each device: to fetch hundreds of windows one by one takes it half a second beside the copy.
+        self._starts, sizes = _pack(self._sources)
+        # One buffer per device: to copy hundreds of windows one by one takes half a second beside the snapshot.
         self._taken = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in sizes.items()}
 
     @classmethod
     def choose(cls, lazy: Sequence[CopyOp | ParityOp], rng: random.Random) -> HostSamples:
-        units = lazy if len(lazy) <= MAX_SAMPLES else rng.sample(lazy, MAX_SAMPLES)
-        return cls([SampleWindow.choose(unit, rng) for unit in units])
+        ops = lazy if len(lazy) <= MAX_SAMPLES else rng.sample(lazy, MAX_SAMPLES)
+        return cls([SampleWindow.choose(op, rng) for op in ops])
 
     def take(self) -> None:
         if self._sources:
             torch._foreach_copy_(self._parts(self._taken), self._sources)
 
     def changed_at_source(self, owners: set[int]) -> CopyOp | ParityOp | None:
-        """The first unit of these optimizers whose tensors are not what was taken any more."""
+        """The first operation of these optimizers whose source has changed since `take`."""
         for window, taken in self._each(self._taken):
-            if window.unit.owners & owners and not all(map(torch.equal, taken, window.sources)):
-                return window.unit
+            if window.op.owners & owners and not all(map(torch.equal, taken, window.sources)):
+                return window.op
         return None
 
-    def changed_on_the_way(self, payload: torch.Tensor) -> CopyOp | ParityOp | None:
-        """The first unit that did not land as it was taken."""
+    def changed_in_transit(self, payload: torch.Tensor) -> CopyOp | ParityOp | None:
+        """The first operation whose copy differs from its source at `take`."""
         here = {device: buffer.to(payload.device) for device, buffer in self._taken.items()}
-        return next((window.unit for window, taken in self._each(here) if not window.has_landed(payload, taken)), None)
+        return next((window.op for window, taken in self._each(here) if not window.matches(payload, taken)), None)
 
     def _each(self, buffers: dict[torch.device, torch.Tensor]) -> Iterator[tuple[SampleWindow, list[torch.Tensor]]]:
         parts = iter(self._parts(buffers))
@@ -90,8 +89,8 @@ class HostSamples:
         return [buffers[source.device][start : start + source.numel()] for source, start in placed]
 
 
-def _side_by_side(sources: list[torch.Tensor]) -> tuple[list[int], dict[torch.device, int]]:
-    """Where each has its place in the buffer of its device, and how large those are."""
+def _pack(sources: list[torch.Tensor]) -> tuple[list[int], dict[torch.device, int]]:
+    """The offset of each source in the buffer of its device, and the sizes of the buffers."""
     starts, sizes = [], dict[torch.device, int]()
     for source in sources:
         starts.append(sizes.get(source.device, 0))

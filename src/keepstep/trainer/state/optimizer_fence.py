@@ -1,10 +1,9 @@
-"""The fence: what the optimizers own may be copied while training goes on, until they step again.
+"""Optimizer fence: tensors of an optimizer may be copied while training goes on, until it steps again.
 
-A tensor is read-only from the end of one `optimizer.step()` to the start of the next. The global
-pre-hook of torch.optim is where that time ends, so it waits there for copies that still read what
-this optimizer will overwrite. Tensor version counters prove nothing (fused optimizers, foreach
-moments, CUDA graphs and `.data` do not bump them), so a fence is trusted only while it shows itself:
-the hook fired since the last `take`. What is not fenced is copied inside `take`.
+A tensor is read-only from the end of one `optimizer.step()` to the start of the next. The global pre-hook of
+torch.optim marks that start, so it waits there for copies that still read what this optimizer will overwrite. Tensor
+version counters prove nothing (fused optimizers, foreach moments, CUDA graphs and `.data` do not bump them), so a fence
+is trusted only if its hook fired since the last `take`. What is not fenced is copied inside `take`.
 
 The hook never raises and never ends the step: a fault of keepstep must not be one of the training.
 """
@@ -23,63 +22,58 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 log = logging.getLogger("keepstep")
 
-# A copy that does not end within this time is stuck: the step goes on, and the snapshot is void.
-FENCE_WAIT_S = 120.0
+FENCE_WAIT_S = 120.0  # A copy that takes longer is stuck: the step goes on, and the snapshot is void.
 
 
 class CopyGate:
     """Copies of one snapshot that read what one optimizer owns."""
 
     def __init__(self) -> None:
-        self.passed = threading.Event()
-        """set when every copy is done (host) or queued (device)"""
-        self.wanted = threading.Event()
-        """set when an optimizer waits: rate caps and extra checks stop"""
+        self.done = threading.Event()  # Set when every copy is done (host) or queued (device).
+        self.waited_for = threading.Event()  # Set when an optimizer waits: rate caps and extra checks stop.
         self.broken = ""
-        self.overtake: list[Callable[[], None]] = []
-        """for each device: let it wait for what still reads"""
-        self._told = False
+        # One call per device, which makes its compute stream wait for the copies.
+        self.wait_on_device: list[Callable[[], None]] = []
+        self._device_waits = False
 
     @property
     def open(self) -> bool:
-        """Whether something may still read what the optimizer has not been told to wait for."""
-        return not (self.passed.is_set() and (self._told or not self.overtake))
+        """Whether a copy may still read that the optimizer does not wait for yet."""
+        return not (self.done.is_set() and (self._device_waits or not self.wait_on_device))
 
     def wait(self) -> float:
-        """Block until the copies no longer read; returns the seconds that it took."""
-        if not self.passed.is_set():
+        """Block until the copies no longer read; returns the seconds waited."""
+        if not self.done.is_set():
             started = time.perf_counter()
-            self.wanted.set()
-            if not self.passed.wait(FENCE_WAIT_S):
+            self.waited_for.set()
+            if not self.done.wait(FENCE_WAIT_S):
                 self.broken = f"the copy did not end within {FENCE_WAIT_S:g} s"
             waited = time.perf_counter() - started
         else:
             waited = 0.0
-        if self.overtake and _is_capturing():
+        if self.wait_on_device and _is_capturing():
             self.broken = "the optimizer's step is being captured into a CUDA graph"
             return waited
-        for overtake in self.overtake:
-            overtake()
-        self._told = True
+        for wait_on_device in self.wait_on_device:
+            wait_on_device()
+        self._device_waits = True
         return waited
 
 
 class WatchedOptimizer:
-    """One optimizer: whether its hook has shown itself, and what it must wait for."""
+    """One optimizer: whether its hook fires, and the gate that it must wait at."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str, modules: Iterable[torch.nn.Module] = ()) -> None:
         self.optimizer = optimizer
         self.name = name
         self._modules = list(modules)
-        self.fired = 0
-        """pre-hooks since the last `take`"""
-        self.distrusted = ""
-        """why it is copied inside `take` from now on"""
+        self.fired = 0  # Pre-hooks since the last `take`.
+        self.untrusted_reason = ""  # Why its tensors are copied inside `take` from now on.
         self.gate: CopyGate | None = None
 
     @property
     def trusted(self) -> bool:
-        return self.fired > 0 and not self.distrusted and not self._captured()
+        return self.fired > 0 and not self.untrusted_reason and not self._captured()
 
     def _captured(self) -> bool:
         return any(group.get("capturable") for group in self.optimizer.param_groups) and _is_capturing()
@@ -95,13 +89,13 @@ class WatchedOptimizer:
         return owned - self._written_in_forward()
 
     def _written_in_forward(self) -> set[int]:
-        """Weights that `max_norm` rescales in forward, row by row: no hook tells, and samples would hardly show it."""
-        found: set[int] = set()
+        """Weights that `max_norm` rescales in forward, row by row: no hook fires, and samples would hardly show it."""
+        weights: set[int] = set()
         for module in self._modules:
             for part in module.modules():
                 if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
-                    _add_storages(part.weight, found)
-        return found
+                    _add_storages(part.weight, weights)
+        return weights
 
 
 class OptimizerFence:
@@ -115,32 +109,25 @@ class OptimizerFence:
         self._by_id = {id(w.optimizer): w for w in self.watched}
         self.waited_s = 0.0
         self._stepped = False
-        self.muted = False
-        """while keepstep itself steps an optimizer (sizing)"""
+        self.muted = False  # Set while keepstep itself steps an optimizer (arena_size).
         # torch.compile traces hooks too, and would compile the step anew for every value of a counter in here.
         outside = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
         self._handle = register_optimizer_step_pre_hook(outside)
 
     def take_stepped(self) -> bool:
-        """Whether any optimizer has stepped since this was asked last: once per `take`, captured or not."""
+        """Whether any optimizer has stepped since the last call, which each `take` makes, captured or not."""
         stepped, self._stepped = self._stepped, False
         return stepped
 
     def owned(self) -> list[list[list[int]]]:
-        """Which parameters each optimizer steps, as a mark: what is fenced by whom follows from it."""
+        """Identities of the parameters that each optimizer steps: they decide which fence covers which tensor."""
         return [[list(map(id, group["params"])) for group in w.optimizer.param_groups] for w in self.watched]
 
     def arm(self, gates: dict[int, CopyGate]) -> None:
-        """A new snapshot begins: `gates` by index of the optimizer. Counts start again."""
+        """Begin a new snapshot: `gates` by index of the optimizer. Counts start again."""
         for index, watched in enumerate(self.watched):
             watched.gate = gates.get(index)
             watched.fired = 0
-
-    def wait_all(self) -> None:
-        """Wait for every copy that still reads (close, restore)."""
-        for watched in self.watched:
-            if watched.gate is not None:
-                self.waited_s += watched.gate.wait()
 
     def close(self) -> None:
         self._handle.remove()
@@ -153,7 +140,7 @@ class OptimizerFence:
             return self._fence(watched, args, kwargs)
         except Exception:
             log.exception("the fence of %s failed; the snapshot in flight is void", watched.name)
-            watched.distrusted = "its fence failed"
+            watched.untrusted_reason = "its fence failed"
             if watched.gate is not None:
                 watched.gate.broken = "the fence failed"
             return None

@@ -110,7 +110,9 @@ class State:
         pieces = [piece for u in self.units for piece in cut(payload[u.offset :][: u.size_bytes], u.source, u.owners)]
         checks = SnapshotChecks(None, [DeviceFingerprints(self.units, random.Random(0), whole=True)])
         cargo = TransferPlan(payload, self.gathered, pieces)
-        return DeviceTransfer(lane, cargo, (), lambda: checks.look(HOST), lambda: checks.leave(HOST)), checks
+        return DeviceTransfer(
+            lane, cargo, (), lambda: checks.compute_fingerprints(HOST), lambda: checks.copy_fingerprints(HOST)
+        ), checks
 
     def is_in(self, payload: torch.Tensor) -> bool:
         every = [*self.units, *self.small]
@@ -141,10 +143,10 @@ def test_snapshot_after_snapshot_leaves_whole(device: Device, room: int, sizes: 
         departure.issue(passed.append, lambda size: None)
         assert sorted(passed) == [0, 1]
         for owner in passed:
-            departure.overtake(owner)
+            departure.wait_on_device(owner)
         departure.finish()
         assert state.is_in(payload)
-        assert checks.changed_on_the_way(payload) is None
+        assert checks.changed_in_transit(payload) is None
         state.move_on()
 
 
@@ -159,8 +161,8 @@ def test_all_that_leaves_goes_on_one_stream(device: Device, monkeypatch: pytest.
     """One engine of a GPU takes everything to the host: what another stream wants of it waits for the whole snapshot,
     with all that is queued behind it, and slows the snapshot down (decision 17)."""
     told: list[Stream] = []
-    leave = DeviceFingerprints.leave
-    monkeypatch.setattr(DeviceFingerprints, "leave", lambda self: (told.append(device.current), leave(self)))
+    leave = DeviceFingerprints.copy_to_host
+    monkeypatch.setattr(DeviceFingerprints, "copy_to_host", lambda self: (told.append(device.current), leave(self)))
     lane, state = lane_with(room), State(20 * PIECE)
     payload = torch.zeros(state.payload_bytes, dtype=torch.uint8)
     departure, _ = state.depart(lane, payload)
@@ -174,8 +176,10 @@ def test_all_that_leaves_goes_on_one_stream(device: Device, monkeypatch: pytest.
 def test_what_was_seen_leaves_early(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A `take` that must know whether an optimizer has written waits for it."""
     before: list[int] = []
-    leave = DeviceFingerprints.leave
-    monkeypatch.setattr(DeviceFingerprints, "leave", lambda self: (before.append(len(device.copied)), leave(self)))
+    leave = DeviceFingerprints.copy_to_host
+    monkeypatch.setattr(
+        DeviceFingerprints, "copy_to_host", lambda self: (before.append(len(device.copied)), leave(self))
+    )
     state = State(30 * PIECE)
     cargo = state.depart(lane_with(0), torch.zeros(state.payload_bytes, dtype=torch.uint8))[0]
     cargo.issue(lambda owner: None, lambda size: None)

@@ -36,16 +36,16 @@ class InFlight:
             nobody, nobody, 0, nobody, nobody, nobody, nobody, {0: CopyGate()}, self.checks, transfers=[nobody]
         )
         monkeypatch.setattr(self.capture, "_in_flight", [self.job])
-        monkeypatch.setattr(capture, "LOOK_S", 0.2)
+        monkeypatch.setattr(capture, "QUEUE_WAIT_S", 0.2)
 
     def queue(self) -> None:
-        self.checks.look(HOST)
-        self.checks.leave(HOST)
+        self.checks.compute_fingerprints(HOST)
+        self.checks.copy_fingerprints(HOST)
         self.job.queued.set()
 
     @property
     def distrusted(self) -> str:
-        return self.fence.watched[0].distrusted
+        return self.fence.watched[0].untrusted_reason
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def in_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[InFlight]:
 
 
 def test_take_waits_until_the_fingerprints_are_queued(in_flight: InFlight) -> None:
-    wanted = in_flight.job.gates[0].wanted
+    wanted = in_flight.job.gates[0].waited_for
     thread = threading.Thread(target=lambda: (wanted.wait(10), in_flight.queue()))
     thread.start()
     in_flight.capture.check_unfenced_write()
@@ -76,7 +76,7 @@ def test_snapshot_without_fingerprints_is_void_but_its_optimizer_stays_trusted(i
 
 def test_partly_queued_fingerprints_void_the_snapshot_only(in_flight: InFlight) -> None:
     """As when the copy thread failed."""
-    in_flight.checks.look(HOST)
+    in_flight.checks.compute_fingerprints(HOST)
     in_flight.job.queued.set()
     in_flight.capture.check_unfenced_write()
     assert in_flight.job.void

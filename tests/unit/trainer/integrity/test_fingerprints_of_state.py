@@ -36,7 +36,7 @@ def laid_out(sizes: tuple[int, ...] = SIZES) -> tuple[list[CopyOp], torch.Tensor
 def taken(units: list[CopyOp], *, whole: bool = True, seed: int = 0) -> DeviceFingerprints:
     prints = DeviceFingerprints(units, random.Random(seed), whole=whole)
     prints.compute()
-    prints.leave()
+    prints.copy_to_host()
     return prints
 
 
@@ -44,7 +44,7 @@ def test_what_landed_and_stayed_is_not_accused() -> None:
     units, payload = laid_out()
     for whole in (True, False):
         prints = taken(units, whole=whole)
-        assert prints.changed_on_the_way(payload) is None
+        assert prints.changed_in_transit(payload) is None
         assert prints.changed_at_source({0, 1}) is None
 
 
@@ -54,14 +54,14 @@ def test_one_bit_anywhere_on_the_way_is_found_and_named() -> None:
     for unit in units:
         for at in (0, unit.size_bytes // 2, unit.size_bytes - 1):
             payload[unit.offset + at] ^= 16
-            assert prints.changed_on_the_way(payload) is unit
+            assert prints.changed_in_transit(payload) is unit
             payload[unit.offset + at] ^= 16
 
 
 def test_bytes_between_units_do_not_matter() -> None:
     units, payload = laid_out()
     payload[units[1].offset + units[1].size_bytes] ^= 1
-    assert taken(units).changed_on_the_way(payload) is None
+    assert taken(units).changed_in_transit(payload) is None
 
 
 def test_change_at_the_source_counts_against_the_optimizers_that_are_asked_for() -> None:
@@ -77,11 +77,11 @@ def test_change_at_the_source_counts_against_the_optimizers_that_are_asked_for()
 def test_nobody_can_say_what_changed_before_the_prints_are_on_their_way() -> None:
     units, _ = laid_out()
     checks = SnapshotChecks(None, [DeviceFingerprints(units, random.Random(0), whole=True)])
-    assert not checks.have_looked
-    checks.look(units[0].device)
-    assert not checks.have_looked, "what stands in their place on the host is nothing yet"
-    checks.leave(units[0].device)
-    assert checks.have_looked
+    assert not checks.fingerprints_queued
+    checks.compute_fingerprints(units[0].device)
+    assert not checks.fingerprints_queued, "what stands in their place on the host is nothing yet"
+    checks.copy_fingerprints(units[0].device)
+    assert checks.fingerprints_queued
     assert checks.changed_at_source({0}) is None
 
 
@@ -92,7 +92,7 @@ def test_to_look_again_changes_nothing_of_what_was_seen() -> None:
     kept = prints.encode()
     units[1].source[3] ^= 1
     assert prints.changed_at_source({0}) is None
-    assert prints.changed_on_the_way(payload) is None
+    assert prints.changed_in_transit(payload) is None
     assert prints.encode() == kept
     again = taken(units)
     units[1].source[3] ^= 1
@@ -108,8 +108,8 @@ def test_chunks_are_drawn_anew_each_time_so_that_all_are_seen() -> None:
     for _ in range(400):
         prints = DeviceFingerprints(units, rng, whole=False)
         prints.compute()
-        prints.leave()
-        found += prints.changed_on_the_way(payload) is not None
+        prints.copy_to_host()
+        found += prints.changed_in_transit(payload) is not None
     assert 1 <= found <= 30, "one chunk of sixty-four"
 
 
