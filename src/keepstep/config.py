@@ -66,6 +66,9 @@ class TakeConfig(_Section):
 
     budget_ms: Annotated[float, Meta(ge=0, le=3_600_000)] = 1000.0
     """Copies that must finish inside `take` (nothing fences their writer) may hold it this long, else it skips."""
+    wait_s: Annotated[float, Meta(ge=0, le=60)] = 2.0
+    """`take` waits for its grant, and for the copy before it, at most this long, and only while a CUDA device still
+    works on what was queued before it. 0: never."""
     rate_bytes_s: Bytes = 0
     """Cap for the background copy; lifted while an optimizer waits for it. 0: no cap."""
     staging_share: Annotated[float, Meta(ge=0, le=1)] = 0.095

@@ -15,7 +15,7 @@ import xxhash
 from seals import seal
 
 from keepstep.arena import records as h
-from keepstep.arena.records import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
+from keepstep.arena.records import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TakeCounts, TrainerHeader
 from keepstep.arena.slots import Arena, total_bytes
 from keepstep.layout import Entry, Layout, ReplicaSet, TensorView, class_id, digest
 from keepstep.types import Incarnation, Version
@@ -289,6 +289,16 @@ def test_reader_written_from_the_page_alone_refuses_what_ours_refuses(tiny: Aren
         accepted.append(bool(stranger_reads_snapshots(bytes(damaged))))
     # Only the older copy of the trainer header does not matter.
     assert accepted == [True, False, False, False, False, False, False, False]
+
+
+def test_take_counts_stand_behind_the_process_in_the_progress_record() -> None:
+    counts = TakeCounts(asked=5, waited=2, waited_us=300, skipped=(1, 0, 0, 0, 0, 0, 2))
+    body = Progress(LIFE, 999, takes=counts).body()
+    assert body[40:128].hex() == (
+        "0500000000000000" "0200000000000000" "2c01000000000000"
+        "0100000000000000" + "00" * 40 + "0200000000000000" + "00" * 8
+    )  # fmt: skip
+    assert Progress.parse(body).takes == counts
 
 
 def test_page_names_every_field_of_every_record() -> None:

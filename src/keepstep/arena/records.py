@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, Self, TypeVar
 
 import xxhash
@@ -228,6 +228,40 @@ def _unpack_version(data: bytes) -> Version:
     return Version(Incarnation(number, nonce), step)
 
 
+# Why a `take` captured nothing. The order is that of the counts in Progress: only ever append, at most 8.
+SEALING = "sealing"  # The last snapshot is still being sealed.
+COPYING = "copying"  # The last snapshot is still being copied.
+LATER_STEP = "later_step"  # The next snapshot was granted at a later step.
+NO_GRANT = "no_grant"  # The keeper waits for other ranks.
+NO_KEEPER = "no_keeper"  # There is no keeper.
+NO_MEMORY = "no_memory"  # The arena is being made or replaced.
+FAILED = "failed"  # This rank could not capture: the log says why.
+SKIP_KINDS = (SEALING, COPYING, LATER_STEP, NO_GRANT, NO_KEEPER, NO_MEMORY, FAILED)
+
+
+@dataclass(frozen=True)
+class TakeCounts:
+    """How the takes of one trainer ended. Steps that `every` leaves out are not counted."""
+
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<3Q8Q")
+
+    asked: int = 0
+    waited: int = 0
+    """takes that waited while the device worked"""
+    waited_us: int = 0
+    skipped: tuple[int, ...] = (0,) * len(SKIP_KINDS)
+    """by SKIP_KINDS"""
+
+    def pack(self) -> bytes:
+        spare = (0,) * (8 - len(self.skipped))
+        return self.STRUCT.pack(self.asked, self.waited, self.waited_us, *self.skipped, *spare)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        asked, waited, waited_us, *skipped = cls.STRUCT.unpack(data)
+        return cls(asked, waited, waited_us, tuple(skipped[: len(SKIP_KINDS)]))
+
+
 @dataclass(frozen=True)
 class Progress:
     """Step of the trainer's last `take`, captured or not, and the trainer's process. Written by the trainer only."""
@@ -240,14 +274,17 @@ class Progress:
     pid: int = 0  # the process that a new keeper must fence; 0: no process writes into this arena any more
     started: int = 0  # the kernel's start time of that process, in clock ticks: the next process with its pid differs
 
+    takes: TakeCounts = field(default_factory=TakeCounts)
+
     def body(self) -> bytes:
         number, nonce = self.incarnation.number, self.incarnation.nonce
-        return self._STRUCT.pack(number, nonce, self.step, self.pid, self.started)
+        return self._STRUCT.pack(number, nonce, self.step, self.pid, self.started) + self.takes.pack()
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
         number, nonce, step, pid, started = cls._STRUCT.unpack_from(body)
-        return cls(Incarnation(number, nonce), step, pid, started)
+        takes = TakeCounts.unpack(body[cls._STRUCT.size : cls._STRUCT.size + TakeCounts.STRUCT.size])
+        return cls(Incarnation(number, nonce), step, pid, started, takes)
 
 
 def encode_copy(record: Record, sequence: int) -> bytes:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from keepstep.arena.records import TakeCounts
 from keepstep.arena.slots import Arena
 from keepstep.config import Config
 from keepstep.control.framing import MAX_FDS, FrameError
@@ -61,6 +62,7 @@ class Keeper:
         self.core = Core(config, card, sidecar=sidecar, deadlines=deadlines)
         self.connections: dict[Conn, Connection] = {}
         self.pidfds: dict[int, int] = {}
+        self.takes: dict[int, TakeCounts] = {}  # By local index, as last read from the progress records.
         self.ending = ""
         self._started = time.monotonic()
         self._next_connection = 1
@@ -292,6 +294,7 @@ class Keeper:
                 continue  # What was read before still holds.
             if record is not None and record.incarnation == self.core.incarnation:
                 steps[arena_id] = record.step
+                self.takes[arena.header.local_index] = record.takes
                 self.core.preparing.discard(arena_id)
             else:  # A trainer writes its first record when the memory is ready.
                 self.core.preparing.add(arena_id)
@@ -312,6 +315,7 @@ class Keeper:
             holders=sum(names <= connection.held for connection in others),
             network=self.network,
             chosen=self.allocator.chosen,
+            takes=list(self.takes.values()),
         )
 
     # Memory and other nodes

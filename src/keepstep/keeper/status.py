@@ -7,9 +7,11 @@ curl, the command line and the dashboard read the same thing:
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from keepstep._version import VERSION
 from keepstep.arena.memory_limits import AUTO, SlotChoice
+from keepstep.arena.records import SKIP_KINDS, TakeCounts
 from keepstep.identity import Identity
 from keepstep.keeper.node import arenas
 from keepstep.keeper.node.core import Core
@@ -32,6 +34,7 @@ def status_of(
     holders: int,
     network: KeeperNetwork | None = None,
     chosen: SlotChoice | None = None,
+    takes: Sequence[TakeCounts] = (),
 ) -> Status:
     """The status contract, from what the core knows at this moment."""
     kept = core.orders.active
@@ -53,7 +56,7 @@ def status_of(
         ranks=[_rank_status(core, index) for index in indexes],
         memory_bytes=sum(arena.size_bytes for arena in core.arenas.by_id.values())
         + (network.parity_bytes if network is not None else 0),
-        counters=_counters(core, network), problems=_problems(core, complete),
+        counters=_counters(core, network, takes), problems=_problems(core, complete),
         protected_step=protected.step if protected else None, target_step=kept.target.step if kept.target else None,
         lag_steps=max(0, max(steps) - protected.step) if protected and steps else None,
         num_nodes=len(membership.nodes) if membership else 1,
@@ -90,11 +93,23 @@ def _survives_of(core: Core, version: Version | None) -> Survives:
     return Survives.NODE if version == core.orders.active.protected else Survives.PROCESS
 
 
-def _counters(core: Core, network: KeeperNetwork | None) -> dict[str, float]:
-    found = dict(core.counters)
+def _counters(core: Core, network: KeeperNetwork | None, takes: Sequence[TakeCounts]) -> dict[str, float]:
+    found = dict(core.counters) | _take_counters(takes)
     if network is not None:
         found |= {f"peers_{name}": value for name, value in network.transport.counters().items()}
     return found
+
+
+def _take_counters(takes: Sequence[TakeCounts]) -> dict[str, float]:
+    """Sums over the trainers of this node, since each of them started."""
+    counters: dict[str, float] = {
+        "takes_asked": sum(count.asked for count in takes),
+        "takes_waited": sum(count.waited for count in takes),
+        "take_wait_seconds": sum(count.waited_us for count in takes) / 1e6,
+    }
+    for index, kind in enumerate(SKIP_KINDS):
+        counters[f"takes_skipped_{kind}"] = sum(count.skipped[index] for count in takes)
+    return counters
 
 
 def _survives(there: bool) -> Survives:

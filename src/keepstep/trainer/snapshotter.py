@@ -16,12 +16,13 @@ from typing import Any, Self
 
 import torch
 
-from keepstep.arena.records import Grant
+from keepstep.arena.records import COPYING, FAILED, Grant
 from keepstep.config import Config, resolve
 from keepstep.errors import CaptureError, ConfigError
 from keepstep.layout import SnapshotSize
 from keepstep.trainer.capture.capture import Capture
 from keepstep.trainer.capture.grants import GrantReader, Skip
+from keepstep.trainer.capture.take_wait import TakeStatistics, TakeWait
 from keepstep.trainer.connection.agreement import meet_if_needed
 from keepstep.trainer.connection.environment import (
     World,
@@ -81,7 +82,7 @@ class Snapshotter:
         )  # fmt: skip
         self._capture = Capture(self._place, self.config.take, self._fence, self._plans, self._reporter)
         self._memory = RankArena(self._link, self._rank, self.config.arena)
-        self._grants = GrantReader(self._link, self._memory)
+        self._grants, self._takes = GrantReader(self._link, self._memory), TakeStatistics()
         self._closed = False
 
     # Restoring
@@ -173,29 +174,48 @@ class Snapshotter:
             return self._skip(step, f"not due: every={self.config.every}")
         for part in self._sharded:
             part.reshard()
-        grant = self._grants.next(step)
+        wait = TakeWait(self.config.take.wait_s, self._capture.lanes.queued_work)
+        grant = self._wait_for_grant(step, wait)
         if isinstance(grant, Skip):
+            self._rank.takes = self._takes.count(grant.kind, wait.waited_s)
             return self._skip(step, grant.reason)
-        return self._take_granted(step, grant, inexact=self._is_inexact(stepped))
+        return self._take_granted(step, grant, wait, inexact=self._is_inexact(stepped))
 
-    def _take_granted(self, step: int, grant: Grant, *, inexact: bool) -> PendingSnapshot:
+    def _wait_for_grant(self, step: int, wait: TakeWait) -> Grant | Skip:
+        if self._place.world_size > self._place.local_world_size:
+            # Orders to other nodes take longer than a step: the coordinator grants steps further ahead than this one.
+            return self._grants.next(step)
+        grant = self._grants.wait(step, wait)
+        if isinstance(grant, Skip) and wait.waited_s:
+            # The keeper may have granted this step to all ranks at the moment when this one stopped waiting.
+            self._publish(step)
+            grant = self._grants.next(step)
+        return grant
+
+    def _take_granted(self, step: int, grant: Grant, wait: TakeWait, *, inexact: bool) -> PendingSnapshot:
         """Capture under this grant, or void it for all ranks: it must not stay open."""
         view = self._memory.view
         assert view is not None
         arena_id, version = view.arena.arena_id, Version(self._link.incarnation, step)
         self._grants.use(grant, arena_id)
         pending = self._reporter.open(version)
+        skipped = FAILED
         try:
             self._publish(step)
-            if self._capture.is_full(view.arena.num_slots):
-                raise CaptureError("the snapshot before it is still being copied")
+            while self._capture.is_full(view.arena.num_slots):
+                if not wait.pause():
+                    skipped = COPYING
+                    raise CaptureError("the snapshot before it is still being copied")
             self._capture.begin(view, grant.slot, version, self._plans.lookup(step), inexact=inexact)
+            skipped = ""
         except Exception as error:
             self._reporter.voided(arena_id, grant.slot, version, str(error) or repr(error))
+        self._rank.takes = self._takes.count(skipped, wait.waited_s)
+        self._memory.write_progress()
         return pending
 
     def _publish(self, step: int) -> None:
-        """Report through the arena that the `take` at `step` is past the choice of its grant."""
+        """Report through the arena that the `take` at `step` has the grant that it will use, or none."""
         self._rank.step = max(step, self._rank.step)
         self._memory.write_progress()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -110,6 +110,8 @@ def _render_one(status: Status) -> Group:
     if status.num_nodes > 1 and any(rank.alive for rank in status.ranks):
         lines.append(Text(of_crash(status)))
     lines.append(_about(status))
+    if status.counters.get("takes_asked"):
+        lines.append(_takes(status.counters))
     if status.num_nodes > 1:
         lines += [_watermarks(status), _peers(status)]
     notes = [Text(f"problem: {problem}", style="red") for problem in unprotected(status)]
@@ -147,6 +149,18 @@ def _about(status: Status) -> Text:
     ]  # fmt: skip
     if status.slots:
         parts.append(f"{status.slots} slots ({status.slots_reason})")
+    return Text(" · ".join(parts), style="dim")
+
+
+def _takes(counters: Mapping[str, float]) -> Text:
+    """How the takes of this node's trainers ended."""
+    prefix = "takes_skipped_"
+    skipped = {name.removeprefix(prefix): int(n) for name, n in counters.items() if name.startswith(prefix) and n}
+    reasons = ", ".join(f"{kind.replace('_', ' ')} {n}" for kind, n in sorted(skipped.items(), key=lambda kv: -kv[1]))
+    parts = [count(int(counters["takes_asked"]), "take")]
+    parts.append(f"{sum(skipped.values())} skipped" + (f" ({reasons})" if reasons else ""))
+    if waited := int(counters.get("takes_waited", 0)):
+        parts.append(f"{waited} waited for the device, {format_seconds(counters['take_wait_seconds'])} in all")
     return Text(" · ".join(parts), style="dim")
 
 

@@ -9,7 +9,7 @@ but that measurement can decide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -62,6 +62,10 @@ class DeviceLanes:
         wanted = min(self._config.staging_share * size_bytes, STAGING_FREE_SHARE * free_bytes)
         return int(wanted) // PIECE_BYTES * PIECE_BYTES
 
+    def queued_work(self) -> QueuedWork:
+        """Mark what training has queued on these devices up to now."""
+        return QueuedWork(list(self._lanes))
+
     def settle(self) -> None:
         """Wait for everything that was queued: what a failed snapshot has begun still writes into its slot."""
         for lane in self._lanes.values():
@@ -75,6 +79,17 @@ class DeviceLanes:
             for lane in self._lanes.values():
                 streams.enter_context(torch.cuda.stream(lane.checking))
             yield
+
+
+class QueuedWork:
+    """What training had queued on some CUDA devices at one moment: an event at the end of each current stream."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def is_pending(self) -> bool:
+        """Whether a device has not done all of it. Does not block."""
+        return not all(event.query() for event in self._events)
 
 
 class DeviceLane:

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep.arena.records import Grant
+from keepstep.arena.records import LATER_STEP, NO_GRANT, NO_KEEPER, NO_MEMORY, SEALING, Grant
+from keepstep.trainer.capture.take_wait import TakeWait
 from keepstep.trainer.connection.keeper_link import KeeperLink
 from keepstep.trainer.memory.rank_arena import PREPARING, RankArena
 
 
 @dataclass(frozen=True)
 class Skip:
-    """Why a `take` captures nothing."""
+    """Why a `take` captures nothing: one of SKIP_KINDS, and a sentence."""
 
+    kind: str
     reason: str
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether a grant for this very step may follow."""
+        return self.kind in (SEALING, NO_GRANT)
 
 
 class GrantReader:
@@ -32,17 +39,27 @@ class GrantReader:
         """Return the grant for a `take` at `step`. It stays unused until `use`."""
         view = self._memory.view
         if view is None or self._memory.busy:
-            return Skip(PREPARING)
+            return Skip(NO_MEMORY, PREPARING)
         record = view.arena.grant()
         if record is None or record.incarnation != self._link.incarnation:
-            return self._no_keeper() or Skip("not granted yet: the keeper waits for all ranks")
+            return self._no_keeper() or Skip(NO_GRANT, "not granted yet: the keeper waits for all ranks")
         used_arena, used_serial = self._used
         grant = record.after(used_serial if used_arena == view.arena.arena_id else 0)
         if grant is None:
-            return self._no_keeper() or Skip("not granted: the last snapshot is still being sealed")
+            return self._no_keeper() or Skip(SEALING, "not granted: the last snapshot is still being sealed")
         if step < grant.step:
-            return Skip(f"not granted: the next snapshot is at step {grant.step}")
+            return Skip(LATER_STEP, f"not granted: the next snapshot is at step {grant.step}")
         return grant
+
+    def wait(self, step: int, wait: TakeWait) -> Grant | Skip:
+        """Wait until there is a grant for `step`, or there will be none for it, or `wait` is over.
+
+        Meanwhile the published progress must be below `step`: the keeper grants steps that no rank has reached.
+        """
+        while True:
+            grant = self.next(step)
+            if isinstance(grant, Grant) or not grant.is_passing or not wait.pause():
+                return grant
 
     def use(self, grant: Grant, arena_id: str) -> None:
         """Mark a grant as used: it is committed or voided, and never returned again."""
@@ -52,4 +69,4 @@ class GrantReader:
         if self._link.up:
             return None
         ended = self._link.ended
-        return Skip(f"the keeper has ended: {ended}" if ended else "the keeper is away")
+        return Skip(NO_KEEPER, f"the keeper has ended: {ended}" if ended else "the keeper is away")

@@ -14,11 +14,12 @@ import os
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from keepstep.arena.records import TakeCounts
 from keepstep.config import Config
 from keepstep.control.client import REQUEST_S, RESTORE_S, KeeperClient, NoAnswerError
 from keepstep.control.held_memory import HeldMemory
@@ -59,11 +60,13 @@ _links: weakref.WeakSet[KeeperLink] = weakref.WeakSet()
 class RankState:
     """How far this rank is: what a keeper that replaces a dead one must be told with the registration.
 
-    Written by the Snapshotter (`step`), RankArena (`arena_id`) and KeeperLink (`restored`); any thread may read.
+    Written by the Snapshotter (`step`, `takes`), RankArena (`arena_id`) and KeeperLink (`restored`). Any thread may
+    read it.
     """
 
     step: int = -1  # Step of the last `take` that has ended, captured or not.
     arena_id: str = ""  # The arena that the keeper grants in, although this rank may still be mapping it.
+    takes: TakeCounts = field(default_factory=TakeCounts)  # How its takes ended.
     restored: bool = False  # Past restore(): from here on the keeper's death must not disturb training.
 
 

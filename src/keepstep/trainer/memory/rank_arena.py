@@ -96,9 +96,11 @@ class RankArena:
         with self._changing:
             if self.view is not None:
                 try:
-                    self.view.arena.write_progress(Progress(self._link.incarnation, self._state.step, *self._writer))
-                except OSError as error:
-                    log.warning("progress cannot be written: %s", error)
+                    state = self._state
+                    progress = Progress(self._link.incarnation, state.step, *self._writer, state.takes)
+                    self.view.arena.write_progress(progress)
+                except Exception as error:  # A take must not fail because of it: the next one writes it again.
+                    log.warning("progress cannot be written: %r", error)
 
     def close(self) -> None:
         with self._changing:

@@ -16,7 +16,7 @@ import torch
 
 from keepstep.trainer.capture import device_copy
 from keepstep.trainer.capture.device_copy import DeviceTransfer, TransferPlan, cut
-from keepstep.trainer.capture.device_lane import DeviceLane, StagingPolicy
+from keepstep.trainer.capture.device_lane import DeviceLane, QueuedWork, StagingPolicy
 from keepstep.trainer.capture.small_tensors import make_batches
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
@@ -198,3 +198,16 @@ def test_a_snapshot_waits_for_its_turn_unless_an_optimizer_waits_for_it(device: 
     assert len(asked) == 4
     left.at = 1.0
     departure.wait_for_turn(lambda: pytest.fail("it has left"))
+
+
+def test_queued_work_is_pending_until_every_device_has_reached_its_event(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: dict[str, Stream] = {"a": Stream(), "b": Stream()}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[str(device)])
+    names: Any = ["a", "b"]
+    work = QueuedWork(names)
+    assert not work.is_pending()
+    work._events[1].at = 0.0  # type: ignore[attr-defined]
+    assert work.is_pending()
+    assert not QueuedWork([]).is_pending(), "a loop without devices never waits"
