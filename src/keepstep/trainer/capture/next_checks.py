@@ -1,7 +1,6 @@
-"""What the next snapshots need and the last ones make ready, behind the training: what is looked at, and how small
-tensors are collected.
+"""Checks and small-tensor tables for the next snapshots, prepared beside training.
 
-`next_checks` is called inside `take`; all else on the commit thread, while nobody waits for it.
+`next_checks` is called inside `take`; everything else on the commit thread, when no thread waits for it.
 """
 
 from __future__ import annotations
@@ -18,46 +17,45 @@ from keepstep.trainer.plan.copy_plan import CopyPlan, CopySchedule
 
 log = logging.getLogger("keepstep")
 
-FULL_CHECKS = 3
-"""the first snapshots of a layout are compared in full"""
+FULL_CHECKS = 3  # The first snapshots of a layout are compared in full.
 
 
 class NextChecks:
-    """By plan: a layout has one for each turn of its shares."""
+    """Prepared checks, by plan: a layout has one plan per turn of its replica sets."""
 
     def __init__(self, config: TakeConfig, lanes: DeviceLanes, small: SmallTensorBatches) -> None:
         self._config, self._lanes, self._small = config, lanes, small
         self._random = random.Random()
         self._checks: dict[int, tuple[CopyPlan, CopySchedule, list[SnapshotChecks]]] = {}
 
-    def next_checks(self, plan: CopyPlan, parts: CopySchedule) -> SnapshotChecks:
-        """Something of what will be copied behind `take`, as it is now."""
-        if self._config.fingerprint == "off" or not parts.lazy:
+    def next_checks(self, plan: CopyPlan, schedule: CopySchedule) -> SnapshotChecks:
+        """Checks of the bytes that will be copied after `take`; samples are taken now."""
+        if self._config.fingerprint == "off" or not schedule.lazy:
             return SnapshotChecks()
         faults.point("capture.sample")
         prepared = self._checks.get(id(plan))
-        known = prepared is not None and prepared[1] is parts and prepared[2]
-        checks = known.pop(0) if known else SnapshotChecks.first(parts, self._random)
+        ready = prepared is not None and prepared[1] is schedule and prepared[2]
+        checks = ready.pop(0) if ready else SnapshotChecks.first(schedule, self._random)
         checks.take()
         return checks
 
     def is_whole(self, plan: CopyPlan) -> bool:
-        """Whether the next snapshot with this plan is looked at in full."""
+        """Whether the next snapshot with this plan is compared in full."""
         return self._config.fingerprint == "all" or plan.history.snapshots <= FULL_CHECKS
 
-    def choose(self, plan: CopyPlan, parts: CopySchedule, *, count: int, whole: bool) -> None:
-        """Other places for the next snapshots with this plan: as many as may begin before this is called again."""
+    def choose(self, plan: CopyPlan, schedule: CopySchedule, *, count: int, whole: bool) -> None:
+        """Draw chunks for the next snapshots with this plan: as many as may begin before the next call."""
         for key, (other, _, _) in list(self._checks.items()):
             if other.history is not plan.history:
                 del self._checks[key]
         prepared = self._checks.get(id(plan))
-        if prepared is None or prepared[1] is not parts:
-            prepared = self._checks[id(plan)] = (plan, parts, [])
+        if prepared is None or prepared[1] is not schedule:
+            prepared = self._checks[id(plan)] = (plan, schedule, [])
         while len(prepared[2]) < count:
             try:
                 with self._lanes.aside():
-                    prepared[2].append(SnapshotChecks.next(parts, self._random, whole=whole))
-            except Exception as error:  # a device without memory, say: the snapshots themselves are whole all the same
+                    prepared[2].append(SnapshotChecks.next(schedule, self._random, whole=whole))
+            except Exception as error:  # For example no device memory; the snapshots themselves stay complete.
                 log.warning("the next snapshot is only sampled: %s", error)
                 return
 

@@ -1,7 +1,7 @@
-"""How large the arena must be, before optimizer state exists.
+"""Size of the arena, before optimizer state exists.
 
-Optimizers make their state at their first step. What they will make is found by stepping the same
-class on one tiny CPU tensor per parameter group; the first real `take` corrects a wrong guess.
+Optimizers create their state at their first step. It is predicted by stepping the same class on one tiny CPU tensor per
+parameter group; the first real `take` corrects a wrong prediction.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from keepstep.trainer.state.reader import local_part
 
 log = logging.getLogger("keepstep")
 
-# Room for values to grow: loss lists, shuffle buffers, loader state.
-VALUES_SPARE_BYTES = 1 << 20
+VALUES_SPARE_BYTES = 1 << 20  # For values that grow: loss lists, shuffle buffers, loader state.
 LAYOUT_SPARE_BYTES = 1 << 16
 ENTRY_BYTES = 256
 CHUNK_LISTED_BYTES = 8
@@ -32,18 +31,17 @@ TINY = (2, 2)
 
 @dataclass(frozen=True)
 class MissingTensor:
-    """A tensor that is still to come."""
+    """A tensor that does not exist yet."""
 
     size_bytes: int
-    ranks: Ranks | None = None
-    """who will hold it; None: this rank alone"""
+    ranks: Ranks | None = None  # the ranks that will hold it; None: this rank alone
 
 
 def need_of(
     plan: CopyPlan, values_bytes: int, missing: list[MissingTensor], sharing: ReplicaShares | None = None
 ) -> SnapshotSize:
-    """Room for the state as it is now, and for what is still to come."""
-    unique = plan.layout.unique_bytes + sum(align(one.size_bytes) for one in missing if one.ranks is None)
+    """Size of the state as it is now, with the missing tensors."""
+    unique = plan.layout.unique_bytes + sum(align(tensor.size_bytes) for tensor in missing if tensor.ranks is None)
     shared = _shared_bytes(plan.layout.replica_sets, missing, sharing)
     listed = ENTRY_BYTES * len(missing) + CHUNK_LISTED_BYTES * num_chunks(shared)
     return SnapshotSize(
@@ -54,17 +52,17 @@ def need_of(
 
 
 def _shared_bytes(streams: tuple[ReplicaSet, ...], missing: list[MissingTensor], sharing: ReplicaShares | None) -> int:
-    """This rank's part of the classes as they will be; each begins at a multiple of a chunk."""
+    """This rank's part of the replica sets as they will be; each begins at a multiple of a chunk."""
     if sharing is None:
         return 0
     sizes = [(stream.ranks, align(stream.size_bytes)) for stream in streams]
-    for ranks in {one.ranks for one in missing if one.ranks is not None}:
-        more = sum(align(one.size_bytes) for one in missing if one.ranks == ranks)
-        known = next((i for i, (holders, _) in enumerate(sizes) if holders == ranks), None)
-        if known is None:
+    for ranks in {tensor.ranks for tensor in missing if tensor.ranks is not None}:
+        more = sum(align(tensor.size_bytes) for tensor in missing if tensor.ranks == ranks)
+        index = next((i for i, (holders, _) in enumerate(sizes) if holders == ranks), None)
+        if index is None:
             sizes.append((ranks, more))
         else:
-            sizes[known] = (ranks, sizes[known][1] + more)
+            sizes[index] = (ranks, sizes[index][1] + more)
     return sum(align(sharing.stored_bytes(ranks, size), CHUNK_BYTES) for ranks, size in sizes)
 
 
@@ -75,18 +73,18 @@ def larger(need: SnapshotSize, *, times: int) -> SnapshotSize:
 
 
 def missing_state(optimizers: list[torch.optim.Optimizer], replicas: Replicas) -> list[MissingTensor]:
-    """The state tensors that these optimizers have not made yet."""
-    found: list[MissingTensor] = []
+    """The state tensors that these optimizers have not created yet."""
+    missing: list[MissingTensor] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             waiting = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
             if waiting:
-                found += _predict(optimizer, group, waiting, replicas)
-    return found
+                missing += _predict(optimizer, group, waiting, replicas)
+    return missing
 
 
 def missing_grads(optimizers: list[torch.optim.Optimizer]) -> list[MissingTensor]:
-    """The gradients that are not there yet."""
+    """The gradients that do not exist yet."""
     parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     return [MissingTensor(local_part(p, "parameter").nbytes) for p in parameters if p.requires_grad and p.grad is None]
 
@@ -96,17 +94,17 @@ def _predict(
 ) -> list[MissingTensor]:
     if "history_size" in group:
         return [MissingTensor(size) for size in _predict_history(group, waiting)]
-    made = {dtype: _step_tiny(optimizer, group, dtype) for dtype in {parameter.dtype for parameter in waiting}}
-    found = []
+    created = {dtype: _step_tiny(optimizer, group, dtype) for dtype in {parameter.dtype for parameter in waiting}}
+    missing = []
     for parameter in waiting:
         local = local_part(parameter, "parameter")
-        for shape, item_bytes in made[parameter.dtype]:
+        for shape, item_bytes in created[parameter.dtype]:
             if shape == TINY:
                 size = local.numel() * item_bytes
-                found.append(MissingTensor(size, replicas.ranks_of_state(optimizer, parameter, size)))
+                missing.append(MissingTensor(size, replicas.ranks_of_state(optimizer, parameter, size)))
             else:
-                found.append(MissingTensor(item_bytes))
-    return found
+                missing.append(MissingTensor(item_bytes))
+    return missing
 
 
 def _predict_history(group: dict[str, Any], waiting: list[torch.Tensor]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which tensors other ranks hold with the same bytes: proven by structure, never by looking at bytes.
+"""Which tensors other ranks hold with the same bytes: proven by structure, never by comparing bytes.
 
 Equal bytes prove nothing: at a warm-up from lr 0 pipeline stages look equal, and diverge one step later
 (PROTOCOL 6). What counts as proof:
@@ -6,7 +6,7 @@ Equal bytes prove nothing: at a warm-up from lr 0 pipeline stages look equal, an
 DDP       the parameters of a DistributedDataParallel module, over the ranks of its process group, and the
           state that torch's own optimizers keep for them; its buffers are every rank's own
 DTensor   ranks of its mesh whose coordinates differ in Replicate dimensions only
-named     what the user says is the same everywhere (`Config.replicated`)
+named     paths that the user declares the same on all ranks (`Config.replicated`)
 
 Everything else, and everything odd, is the rank's own: that costs network, a wrong proof would cost the state.
 """
@@ -25,8 +25,7 @@ from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.state.objects import MODULE, OPTIMIZER, StateObjects, unwrap_optimizer
 from keepstep.trainer.state.reader import local_tensor
 
-# Less is not worth a place in a stream: it travels with what is the rank's own.
-LEAST_BYTES = 1 << 20
+MIN_REPLICA_BYTES = 1 << 20  # Smaller tensors are stored as the rank's own: a replica set would cost more.
 
 # Gradient hooks after which all ranks have the same gradients. Others (post-local SGD) let parameters drift apart.
 _SAME_GRADIENTS = tuple(
@@ -54,12 +53,12 @@ class ReplicaProver:
 
 
 class Replicas:
-    """The proof for the state as it is now. Made anew with each layout: optimizers make their state late."""
+    """The proof for the state as it is now. Made again with each layout: optimizers create their state late."""
 
     def __init__(
         self, items: StateObjects, sharing: ReplicaShares | None, *, named: str = "", diverged: Set[str] = frozenset()
     ) -> None:
-        """`diverged`: paths that were found to differ, whatever the structure says."""
+        """`diverged`: paths whose replicas differ, whatever the structure proves."""
         self.sharing = sharing
         """None on a single node: nothing is shared"""
         self._diverged = diverged
@@ -78,25 +77,25 @@ class Replicas:
         part = local_tensor(tensor)
         if self.sharing is None or _is_gradient(path) or path in self._diverged:
             return None
-        if part.layout is not torch.strided or part.nbytes < LEAST_BYTES or not part.is_contiguous():
+        if part.layout is not torch.strided or part.nbytes < MIN_REPLICA_BYTES or not part.is_contiguous():
             return None
         return self.sharing.holders(self._class_of(self.sharing, tensor, path))
 
     def ranks_of_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, nbytes: int) -> Ranks | None:
         """The same for state of the parameter's shape that the optimizer is still to make."""
-        if self.sharing is None or nbytes < LEAST_BYTES:
+        if self.sharing is None or nbytes < MIN_REPLICA_BYTES:
             return None
-        found = self._proven.get(_key(local_tensor(parameter))) if _updates_alike(optimizer) else None
-        if found is None and isinstance(parameter, DTensor):
-            found = self._mesh_ranks(parameter)
-        if found is None and self._is_named(f"{self._paths.get(id(optimizer), '')}.state"):
-            found = tuple(range(len(self.sharing.world.nodes)))
-        return self.sharing.holders(found)
+        ranks = self._proven.get(_key(local_tensor(parameter))) if _updates_alike(optimizer) else None
+        if ranks is None and isinstance(parameter, DTensor):
+            ranks = self._mesh_ranks(parameter)
+        if ranks is None and self._is_named(f"{self._paths.get(id(optimizer), '')}.state"):
+            ranks = tuple(range(len(self.sharing.world.nodes)))
+        return self.sharing.holders(ranks)
 
     def _class_of(self, sharing: ReplicaShares, tensor: torch.Tensor, path: str) -> Ranks | None:
-        found = self._proven.get(_key(local_tensor(tensor)))
-        if found is not None:
-            return found
+        ranks = self._proven.get(_key(local_tensor(tensor)))
+        if ranks is not None:
+            return ranks
         if isinstance(tensor, DTensor):
             return self._mesh_ranks(tensor)
         return tuple(range(len(sharing.world.nodes))) if self._is_named(path) else None
@@ -134,7 +133,7 @@ class Replicas:
                 mesh = tensor.device_mesh
                 self._meshes[key] = replica_ranks(mesh.mesh, mesh.get_coordinate(), tensor.placements)
             return self._meshes[key]
-        except Exception:  # a mesh that is not torch's own: what it cannot say is not proven
+        except Exception:  # A mesh that is not torch's own proves nothing.
             return None
 
 
@@ -176,5 +175,5 @@ def _is_gradient(path: str) -> bool:
 
 
 def _key(part: torch.Tensor) -> tuple[int, int]:
-    """A stretch of memory: whoever shows all of it shows the same bytes."""
+    """A range of memory: tensors that cover exactly the same range have the same bytes."""
     return part.data_ptr(), part.nbytes

@@ -1,12 +1,12 @@
-"""Which bytes the tensors of a state are: each stretch of memory once, however many tensors show it.
+"""Memory blocks behind the tensors of a state: each byte once, however many tensors share it.
 
-Dense tensors are stored in memory order with their strides, so that a copy is one memcpy and a
-restored tensor has the same geometry. Tensors that share memory without being the same view are
-stored as the stretch of storage under all of them. What is not dense (gaps, expanded, conjugated) is
-stored as its contiguous values, and has to be materialised at `take`.
+Dense tensors are stored in memory order with their strides, so that a copy is one memcpy and a restored tensor has the
+same geometry. Tensors that share memory without being the same view are stored as the range of storage under all of
+them. A tensor that is not dense (gaps, expanded, conjugated) is stored as its contiguous values, and must be
+materialised at `take`.
 
-What other nodes hold too goes into streams: one per set of ranks that hold it (and kind of device, so
-that a parity of it can be computed where it lies).
+Replicated tensors go into replica sets: one per set of ranks that hold them (and kind of device, so that parity can be
+computed where the tensors are).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.state.reader import local_part, local_tensor
 from keepstep.trainer.state.structure import Check, spread
 
-# A stretch of storage begins at such a multiple, so that every dtype in it stays aligned.
-SPAN_ALIGN = 16
+SPAN_ALIGN = 16  # A range of storage begins at a multiple, so that every dtype in it stays aligned.
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ class Block:
     """The source of one entry."""
 
     entry: Entry
-    tensors: tuple[torch.Tensor, ...]
-    """local parts, kept alive until their copy ends"""
+    tensors: tuple[torch.Tensor, ...]  # local parts, kept alive until their copy ends
     materialise: bool
 
     def source(self) -> torch.Tensor:
@@ -70,7 +68,7 @@ class Blocks:
 
 
 RanksOf = Callable[[torch.Tensor, str], Ranks | None]
-ClassKey = tuple[Ranks, str]
+ReplicaKey = tuple[Ranks, str]
 
 
 def build(
@@ -83,20 +81,20 @@ def build(
 ) -> Blocks:
     """Lay the tensors out. Raises CaptureError, by path, for what has no plain bytes.
 
-    Small tensors of a device lie side by side, so that they can leave it together.
+    Small tensors of a device are adjacent, so that they can be copied together.
 
-    `ranks_of` says who holds a tensor's bytes, None for this rank alone; without `sharing` all is its own.
+    `ranks_of` returns the ranks that hold a tensor's bytes, None for this rank alone; ignored without `sharing`.
     """
     locals_ = [local_part(tensor, paths[index]) for index, tensor in enumerate(tensors)]
     own: list[list[int]] = []
-    classes: dict[ClassKey, list[list[int]]] = {}
+    replicated: dict[ReplicaKey, list[list[int]]] = {}
     for members in _group(locals_):
-        key = _class_of(members, tensors, locals_, paths, ranks_of) if sharing is not None else None
-        (own if key is None else classes.setdefault(key, [])).append(members)
+        key = _replica_key_of(members, tensors, locals_, paths, ranks_of) if sharing is not None else None
+        (own if key is None else replicated.setdefault(key, [])).append(members)
     own.sort(key=lambda members: _together(locals_[members[0]], small_bytes))
     order: list[list[int]] = []
     blocks = _lay_out(own, order, tensors, locals_, paths)
-    sources = [(key[0], _lay_out(groups, order, tensors, locals_, paths)) for key, groups in sorted(classes.items())]
+    sources = [(key[0], _lay_out(groups, order, tensors, locals_, paths)) for key, groups in sorted(replicated.items())]
     places = {member: (entry, piece) for entry, members in enumerate(order) for piece, member in enumerate(members)}
     refs = tuple(places[index] for index in range(len(tensors)))
     own_layout = Layout(tuple(block.entry for block in blocks), refs)
@@ -104,7 +102,7 @@ def build(
 
 
 def turned(blocks: Blocks, sharing: ReplicaShares, turn: int) -> Blocks:
-    """The same state with the parts of its streams dealt out to other holders."""
+    """The same state with the parts of its replica sets assigned to other holders."""
     return _with_replica_sets(
         blocks, [(part.replica_set.ranks, list(part.blocks)) for part in blocks.shared], sharing, turn
     )
@@ -131,7 +129,7 @@ def _lay_out(
     locals_: list[torch.Tensor],
     paths: dict[int, str],
 ) -> list[Block]:
-    """One block behind the other; `order` collects whose they are, as a layout counts its entries."""
+    """Place one block after the other; `order` collects their members, in the order of the layout's entries."""
     blocks: list[Block] = []
     offset = 0
     for members in groups:
@@ -141,18 +139,18 @@ def _lay_out(
     return blocks
 
 
-def _class_of(
+def _replica_key_of(
     members: list[int],
     tensors: list[torch.Tensor],
     locals_: list[torch.Tensor],
     paths: dict[int, str],
     ranks_of: RanksOf,
-) -> ClassKey | None:
-    """Whose bytes a group of tensors is; None: this rank's own. All of them must show the same, whole bytes."""
+) -> ReplicaKey | None:
+    """The replica set of a group of tensors; None: this rank's own. All must be views of the same, whole bytes."""
     if len({_geometry(locals_[index]) for index in members}) > 1 or not locals_[members[0]].is_contiguous():
         return None
-    found = {ranks_of(tensors[index], paths[index]) for index in members}
-    ranks = found.pop() if len(found) == 1 else None
+    holders = {ranks_of(tensors[index], paths[index]) for index in members}
+    ranks = holders.pop() if len(holders) == 1 else None
     return None if ranks is None else (ranks, locals_[members[0]].device.type)
 
 
@@ -246,7 +244,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their stretch of memory, each once."""
+    """Whether the elements fill their range of memory, each once."""
     if tensor.is_conj() or tensor.is_neg():
         return False
     expected = 1
@@ -264,7 +262,7 @@ def _group(tensors: list[torch.Tensor]) -> list[list[int]]:
     by_storage: dict[tuple[int, int], list[int]] = {}
     groups: list[list[int]] = []
     for index, tensor in enumerate(tensors):
-        # Conjugated and negated views are stored as the values that they show, not as the bytes below them.
+        # Conjugated and negated views are stored as their values, not as the bytes below them.
         if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
             groups.append([index])
         else:
@@ -276,7 +274,7 @@ def _group(tensors: list[torch.Tensor]) -> list[list[int]]:
 
 
 def _together(tensor: torch.Tensor, small_bytes: int) -> str:
-    """A sort key: which small tensors belong side by side; the order of all others stays."""
+    """A sort key that puts small tensors of a device together; the order of all others stays."""
     return str(tensor.device) if tensor.device.type != "cpu" and 0 < tensor.nbytes <= small_bytes else ""
 
 

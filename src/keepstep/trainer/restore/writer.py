@@ -27,6 +27,7 @@ from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.plan.tensor_blocks import region_of
 from keepstep.trainer.restore.saved_snapshot import SavedSnapshot
 from keepstep.trainer.state import objects as s
+from keepstep.trainer.state.reader import local_tensor
 from keepstep.trainer.state.rng import (
     dtype_named,
     generator_state,
@@ -299,14 +300,14 @@ class StateWriter:
             return
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
-        self._saved.write(_local(parameter.grad), ref)
+        self._saved.write(local_tensor(parameter.grad), ref)
 
     # Small print
 
     def _copy(self, path: str, live: torch.Tensor, ref: TensorRef) -> None:
         piece = self._saved.piece(ref)
         if not self._same(live, ref):
-            local = _local(live)
+            local = local_tensor(live)
             self._problems.append(
                 f"{path} is {tuple(local.shape)} {local.dtype} now and was {piece.shape} {piece.dtype}"
             )
@@ -316,10 +317,10 @@ class StateWriter:
         before, now = self._saved.holders(ref), self._holders_of(live, path)
         if before is not None and now is not None and before != now:
             self._problems.append(f"{path} is the same on ranks {_some(now)} now and was on ranks {_some(before)}")
-        self._writes.append(lambda: self._saved.write(_local(live), ref))
+        self._writes.append(lambda: self._saved.write(local_tensor(live), ref))
 
     def _same(self, live: torch.Tensor, ref: TensorRef) -> bool:
-        piece, local = self._saved.piece(ref), _local(live)
+        piece, local = self._saved.piece(ref), local_tensor(live)
         return tuple(local.shape) == piece.shape and str(local.dtype) == f"torch.{piece.dtype}"
 
     def _compare_names(self, where: str, saved: set[Any], live: set[Any]) -> None:
@@ -349,7 +350,7 @@ def _some(ranks: Ranks) -> str:
 
 
 def _storages(tensors: list[torch.Tensor]) -> set[int]:
-    parts = [_local(tensor) for tensor in tensors]
+    parts = [local_tensor(tensor) for tensor in tensors]
     return {part.untyped_storage().data_ptr() for part in parts if part.numel()}
 
 
@@ -366,7 +367,3 @@ def sharded_modules(module: torch.nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,22 @@
-"""The objects of the user's state, each named once, with what it is."""
+"""The objects of the user's state, each with its path and its kind.
+
+A new kind, or a new optimizer, touches these files:
+
+kind       read                      fenced            sized in advance         replicated           restored
+MODULE     state_dict(); structure   by its optimizer  as it is                 DDP, DTensor, named  in place
+           recognises it unchanged
+OPTIMIZER  the same; its groups      its own step      a tiny twin steps once;  torch's own step on  missing state is
+           each time                                   LBFGS by its history     replicated ones      created, in place
+STATEFUL   state_dict(), small ones  no: copied        as it is                 named                load_state_dict()
+           (64 KiB) as values        inside take
+PLAIN      dicts, lists, tensors     no                as it is                 named                in place
+LOADER     as STATEFUL, unless       no                as it is                 named                load_state_dict()
+           untouched; its generators                                                                 late
+GENERATOR  its state, as a value     no                as it is                 no                   last
+
+In this order: `objects._kind`, `reader.StateReader` with `structure` and `rng`; `optimizer_fence.WatchedOptimizer`;
+`plan/arena_size._predict`; `plan/replication.Replicas`; `restore/writer.StateWriter`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +41,7 @@ class StateObject:
     """One object of the state, with what it is."""
 
     path: str
-    kind: str
+    kind: str  # one of the constants above
     thing: Any
 
 
@@ -37,8 +55,8 @@ class StateObjects:
             raise CaptureError(
                 "the state must be a mapping from names to objects", hint='{"model": model, "optimizer": optimizer}'
             )
-        found = [item for name, thing in state.items() for item in _expand(name, thing)]
-        self.all = sorted(found, key=lambda item: self._ORDER.index(item.kind))
+        expanded = [item for name, thing in state.items() for item in _expand(name, thing)]
+        self.all = sorted(expanded, key=lambda item: self._ORDER.index(item.kind))
 
     def of(self, kind: str) -> list[StateObject]:
         return [item for item in self.all if item.kind == kind]
@@ -49,7 +67,7 @@ class StateObjects:
 
 
 def _expand(path: str, thing: Any) -> Iterator[StateObject]:
-    """Containers that hold Stateful objects are looked into; everything else is one item."""
+    """Containers that hold Stateful objects are expanded; everything else is one object."""
     kind = _kind(thing)
     if kind == PLAIN and _holds_stateful(thing, 0):
         children = thing.items() if isinstance(thing, Mapping) else enumerate(thing)
@@ -77,13 +95,13 @@ def _kind(thing: Any) -> str:
 
 
 def _iterates(thing: Any) -> bool:
-    """A data loader by its looks: its iterator may be built, and draw from the RNG, when it is restored."""
+    """Whether it has the shape of a data loader: restoring it may build its iterator, which draws from the RNG."""
     return hasattr(type(thing), "__iter__") and hasattr(thing, "dataset")
 
 
 def is_untouched(loader: Any) -> bool:
-    """A StatefulDataLoader that was never iterated nor loaded: to ask it for its state would build its iterator,
-    which draws from the RNG, starts its workers, and makes a run with keepstep another one than without."""
+    """Whether a StatefulDataLoader was never iterated nor loaded. Its `state_dict()` would build its iterator, which
+    draws from the RNG and starts workers: the run would differ from one without keepstep."""
     return getattr(loader, "_iterator", loader) is None and getattr(loader, "next_iter_state", loader) is None
 
 

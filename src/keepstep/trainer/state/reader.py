@@ -1,10 +1,9 @@
-"""The user's state, read at one boundary: values as bytes, tensors by reference.
+"""Reads the user's state between two steps: values as bytes, tensors by reference.
 
-`read` runs inside each `take`, on the caller's thread, in one go. Tensors are only referred to; their
-bytes are read later. What an object says is kept in parts, each encoded on its own with references
-counted from the item's first tensor, so that a part that holds nothing but references is encoded
-once: modules and the state of optimizers are recognised as unchanged by looking at the places where
-their tensors live (`skeleton`), which costs a tenth of `state_dict()` and of encoding it again.
+`read` runs inside each `take`, on the caller's thread. Tensors are only referenced; their bytes are read later. The
+state of an object is kept in parts, each encoded on its own, with references counted from the object's first tensor.
+So a part of references only is encoded once: modules and the state of optimizers are recognised as unchanged by the
+places that hold their tensors (`structure`), at a tenth of the cost of `state_dict()` and encoding.
 
     values = encode({"items": {path: [first tensor, {part: encoded tree}]}, "rng": …, "loaders": …, "grads": …})
 """
@@ -54,9 +53,9 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class TensorRuns:
-    """The tensors of a state in order, in runs: those of a thing that did not change are one list, the same each time.
+    """The tensors of a state in order, in runs: an unchanged object contributes the same list each time.
 
-    So that a `take` does not have to touch each of thousands of objects only to count itself among their owners.
+    So `take` does not touch each of thousands of tensors only to increment its reference count.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,7 @@ class TensorRuns:
         self._size += 1
 
     def add_run(self, run: list[torch.Tensor]) -> None:
-        """Nobody may change it from now on."""
+        """The run must not change from now on."""
         self.runs.append(run)
         self._is_open = False
         self._size += len(run)
@@ -85,7 +84,7 @@ class TensorRuns:
 
 @dataclass(frozen=True)
 class DeferredValue:
-    """A part that is encoded behind `take`: nothing in it changes any more."""
+    """A part that is encoded after `take`: nothing in it changes any more."""
 
     tree: Any
     path: str
@@ -113,7 +112,7 @@ class StateReading:
 
     @cached_property
     def values(self) -> bytes:
-        """Encoded: behind `take`, where nobody waits for it."""
+        """Encoded, after `take`, on the copy thread."""
         rng = {"rng": self.encoder.encode(self.rng)} if self.rng is not None else {}
         items = {path: [first, _encoded(parts)] for path, (first, parts) in self.parts.items()}
         grads = {GRADS: [self.grads[0], _encoded(self.grads[1])]} if self.grads is not None else {}
@@ -130,14 +129,14 @@ class StateReading:
 
     def paths(self) -> dict[int, str]:
         """Tensor index -> path, for layouts and messages."""
-        found: dict[int, str] = {}
+        paths: dict[int, str] = {}
         grads = [(GRADS, self.grads)] if self.grads is not None else []
         for path, (first, parts) in [*self.parts.items(), *grads]:
             for name, encoded in _encoded(parts).items():
                 where = f"{path}.{name}" if name else path
                 for inner, index in _references(where, codec.decode(encoded)):
-                    found[first + index] = inner
-        return found
+                    paths[first + index] = inner
+        return paths
 
 
 @dataclass
@@ -287,7 +286,7 @@ def _walk_group(group: dict[str, Any], tensors: TensorRuns, first: int) -> dict[
 
 
 def _is_frozen(group: dict[str, Any]) -> bool:
-    """Whether nobody can change what is in it. Its own dict was made for this `take`."""
+    """Whether its values are constants. Its own dict was made for this `take`."""
     return all(map(_is_constant, (value for key, value in group.items() if key != "params")))
 
 
