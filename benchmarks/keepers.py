@@ -105,6 +105,7 @@ class Trainer:
         _, fds = self.client.request(WantArena(need, self.slots), ArenaGiven, timeout_s=WAIT_S)
         identity = self.node.identity
         self.arena = Arena.adopt(fds[0], run_id=identity.run_id, node_id=identity.node_id)
+        self.arena.write_progress(h.Progress(self.incarnation, -1, 0, 0))  # the memory is ready
 
     def loaded(self, step: int | None) -> None:
         self.client.request(Loaded(step), Done, timeout_s=WAIT_S)

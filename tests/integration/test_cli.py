@@ -115,6 +115,7 @@ class ActingTrainer:
         self.arena = Arena.adopt(fds[0], run_id=identity.run_id, node_id=identity.node_id)
         self.payload_bytes = payload_bytes
         step = restore.version.step if restore.version else None
+        self.progress(-1 if step is None else step)  # the memory is ready
         self.link.request(Loaded(step), Done, timeout_s=WAIT_S)
 
     def take(self, step: int) -> None:

@@ -144,6 +144,7 @@ class PlainTrainer:
         _, fds = self.client.request(WantArena(need, self.slots), ArenaGiven, timeout_s=DEADLINE_S)
         identity = self.node.identity
         self.arena = Arena.adopt(fds[0], run_id=identity.run_id, node_id=identity.node_id)
+        self.arena.write_progress(h.Progress(self.incarnation, self.progress, 0, 0))  # the memory is ready
 
     def loaded(self) -> None:
         step = self.restored.step if self.restored else None
