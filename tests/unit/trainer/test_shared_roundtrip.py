@@ -375,10 +375,10 @@ def test_part_of_a_stream_without_the_rest_is_refused() -> None:
     assert stream.chunks == (0,)
     payload = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
     with ReplicaChunks([]) as sources:
-        with pytest.raises(IntegrityError, match="did not say where"):
+        with pytest.raises(IntegrityError, match="named no source"):
             sources.chunks(Layout((), (), (stream,)), [], arena=payload, payload=payload)
         twice = [ReplicaSetSource(stream.class_id, [0, 0], [0, 0])] * 2
-        with pytest.raises(IntegrityError, match="names a class twice"):
+        with pytest.raises(IntegrityError, match="names a replica set twice"):
             sources.chunks(Layout((), (), (stream,)), twice, arena=payload, payload=payload)
 
 
@@ -397,8 +397,8 @@ def test_sources_that_lie_are_refused(run: LocalRun, monkeypatch: pytest.MonkeyP
         "gave 1 of": changed(offsets=[0]),
         "points to descriptor 7": changed(fd_index=[7] * count),
         "points to descriptor -1": changed(fd_index=[-1] * count),
-        "lies beyond": changed(offsets=[size] * count),
-        "chunk 0 of .* lies beyond": changed(offsets=[-1] * count),
+        "is outside": changed(offsets=[size] * count),
+        "chunk 0 of .* is outside": changed(offsets=[-1] * count),
     }
     for text, lie in lies.items():
         with given_sources(run, monkeypatch, lie):

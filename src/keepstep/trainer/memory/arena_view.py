@@ -22,7 +22,7 @@ REGISTER_SHARE = 0.2  # Share of the time in which page-locking keeps other thre
 
 
 class ArenaView:
-    """Owns the mapping and the arena."""
+    """The slots of a mapped arena as tensors. Owns the mapping and the arena."""
 
     def __init__(self, arena: Arena, mapping: Mapping) -> None:
         self.arena, self.mapping = arena, mapping
@@ -36,7 +36,7 @@ class ArenaView:
         return self.bytes[span.offset : span.offset + span.size_bytes]
 
     def write_layout(self, slot: int, plan: CopyPlan) -> None:
-        """Only when the slot holds another one: it is the same for thousands of snapshots."""
+        """Write the layout of a slot, if it holds another one: layouts are the same for thousands of snapshots."""
         if self._layouts.get(slot) != plan.layout_digest:
             self._layouts.pop(slot, None)
             self.arena.segment.write(self.arena.layout_span(slot).offset, plan.encoded)
@@ -44,13 +44,13 @@ class ArenaView:
             self._layouts[slot] = plan.layout_digest
 
     def _clear_gaps(self, slot: int, plan: CopyPlan) -> None:
-        """Once per layout: what no copy writes stays zero, so that equal chunks are equal on all nodes."""
+        """Zero the bytes that no copy writes, once per layout: equal state must give equal chunks on all nodes."""
         payload = self.payload(slot)
         for offset, size in plan.gaps:
             payload[offset : offset + size].zero_()
 
     def forget_layouts(self) -> None:
-        """Write them again: what stands there may be damaged."""
+        """Write all layouts again with the next snapshots: those in the slots may be damaged."""
         self._layouts = {}
 
     def prepare(self, stop: threading.Event) -> None:

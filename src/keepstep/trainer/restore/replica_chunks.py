@@ -1,8 +1,8 @@
-"""The bytes of streams at a restore: chunk by chunk, wherever on this node the keeper has them verified.
+"""Chunks of replica sets at a restore, wherever on this node the keeper verified them.
 
-In `full` mode they lie in the arenas of the ranks of this node, in `share` mode in memory that the keeper
-has filled for the restore. What the keeper says is checked before it is used: the class, the number of chunks,
-and that each lies inside its memfd.
+In `full` mode they are in the arenas of this node's ranks, in `share` mode in memory that the keeper filled for the
+restore. The keeper's answer is validated before it is used: the replica set, the number of chunks, and that each of
+them is inside its memfd.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from keepstep.control.messages import ReplicaSetSource
 from keepstep.errors import IntegrityError
 from keepstep.layout import Layout, ReplicaSet
 
-Chunks = list[torch.Tensor]
-"""the bytes of every chunk of a stream, in order"""
+Chunks = list[torch.Tensor]  # the bytes of every chunk of a replica set, in order
 
 
 class ReplicaChunks:
-    """Owns the descriptors that came with a restore behind the first, the rank's own arena, and their maps."""
+    """Owns the descriptors that the keeper sent with its answer, except the rank's own arena, and their mappings."""
 
     def __init__(self, fds: list[int]) -> None:
         self._fds = fds
@@ -34,27 +33,29 @@ class ReplicaChunks:
     def chunks(
         self, layout: Layout, given: list[ReplicaSetSource], *, arena: torch.Tensor, payload: torch.Tensor
     ) -> dict[str, Chunks]:
-        """The chunks of every stream of the layout. `arena`: the rank's own, `payload`: of its slot."""
+        """The chunks of every replica set of the layout. `arena`: the rank's own, `payload`: of its slot."""
         self._arena = arena
-        named = {source.class_id: source for source in given}
-        if len(named) != len(given):
-            raise IntegrityError("the keeper names a class twice")
+        by_class = {source.class_id: source for source in given}
+        if len(by_class) != len(given):
+            raise IntegrityError("the keeper names a replica set twice")
         return {
-            stream.class_id: self._given(stream, named[stream.class_id])
-            if stream.class_id in named
-            else _own(stream, payload)
-            for stream in layout.replica_sets
+            replica_set.class_id: self._given(replica_set, by_class[replica_set.class_id])
+            if replica_set.class_id in by_class
+            else _own(replica_set, payload)
+            for replica_set in layout.replica_sets
         }
 
-    def _given(self, stream: ReplicaSet, source: ReplicaSetSource) -> Chunks:
-        count = stream.num_chunks
+    def _given(self, replica_set: ReplicaSet, source: ReplicaSetSource) -> Chunks:
+        count = replica_set.num_chunks
         if (len(source.fd_index), len(source.offsets)) != (count, count):
-            raise IntegrityError(f"the keeper gave {len(source.offsets)} of {count} chunks of {stream.class_id}")
+            raise IntegrityError(f"the keeper gave {len(source.offsets)} of {count} chunks of {replica_set.class_id}")
         chunks = []
         for chunk, (index, offset) in enumerate(zip(source.fd_index, source.offsets, strict=True)):
-            memory, size = self._memory(index), stream.chunk_bytes(chunk)
+            memory, size = self._memory(index), replica_set.chunk_bytes(chunk)
             if not 0 <= offset <= memory.numel() - size:
-                raise IntegrityError(f"chunk {chunk} of {stream.class_id} lies beyond the memory it is said to lie in")
+                raise IntegrityError(
+                    f"chunk {chunk} of {replica_set.class_id} is outside the memory that the keeper named"
+                )
             chunks.append(memory[offset : offset + size])
         return chunks
 
@@ -83,9 +84,9 @@ class ReplicaChunks:
             os.close(fd)
 
 
-def _own(stream: ReplicaSet, payload: torch.Tensor) -> Chunks:
-    """The only rank of its node that holds a class has all of it itself."""
-    stored = {place.chunk: place.offset for place in stream.stored() if place.chunk >= 0}
-    if len(stored) != stream.num_chunks:
-        raise IntegrityError(f"the keeper did not say where the chunks of {stream.class_id} are")
-    return [payload[stored[q] : stored[q] + stream.chunk_bytes(q)] for q in range(stream.num_chunks)]
+def _own(replica_set: ReplicaSet, payload: torch.Tensor) -> Chunks:
+    """Chunks in the rank's own payload: it is the only rank of its node in this replica set, so it has all of them."""
+    stored = {place.chunk: place.offset for place in replica_set.stored() if place.chunk >= 0}
+    if len(stored) != replica_set.num_chunks:
+        raise IntegrityError(f"the keeper named no source for the chunks of {replica_set.class_id}")
+    return [payload[stored[q] : stored[q] + replica_set.chunk_bytes(q)] for q in range(replica_set.num_chunks)]

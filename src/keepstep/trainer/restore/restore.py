@@ -1,4 +1,4 @@
-"""`restore()` until the state is in the live objects: asked for, checked by the keeper, read, compared, written.
+"""One `restore()`: ask the keeper, read the snapshot, compare it with the live objects, write it, time it.
 
 While the keeper verifies the bytes, this process loads the kernels for fingerprints and page-locks the upload buffers.
 """
@@ -84,7 +84,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class RestoreRun:
-    """For one `restore()`."""
+    """The steps of one `restore()`, in order."""
 
     config: Config
     identity: Identity
@@ -93,7 +93,7 @@ class RestoreRun:
     link: KeeperLink
 
     def run(self, rehearsal: Rehearsal | None, replicas: Callable[[], Replicas], watch: Stopwatch) -> Restored | None:
-        """None when there is truly nothing."""
+        """Restore the newest version; None when no version of this run was ever complete."""
         self._warm_up()
         uploader = PinnedUploader(threads_for(self.place.local_world_size))
         try:
@@ -110,7 +110,7 @@ class RestoreRun:
             uploader.close()
 
     def _warm_up(self) -> None:
-        """Kernels take a second or two to load: meanwhile the keeper looks through what it has."""
+        """Load kernels, which takes a second or two, while the keeper verifies the bytes."""
         modules = [item.thing for item in self.items.of(MODULE)]
         devices = {parameter.device for module in modules for parameter in module.parameters()}
         for device in devices:
@@ -140,7 +140,7 @@ class RestoreRun:
             )
 
     def _load(self, saved: SavedSnapshot, answer: RestoreFrom, replicas: Replicas, watch: Stopwatch) -> Restored:
-        """Nothing that is returned points into the arena."""
+        """Compare, then write. Nothing that is returned points into the arena."""
         assert answer.version is not None
         writer = StateWriter(saved, self.items, replicas.ranks_of)
         writer.prepare()
@@ -154,7 +154,7 @@ class RestoreRun:
         random_states.set()
         log.info("restored %s from %s: %s (%s)", answer.version, answer.source, "; ".join(answer.plan), watch)
         if checked:
-            log.info("%d fingerprints of devices are those of the captured state", checked)
+            log.info("%d fingerprints on the devices equal those of the captured state", checked)
         return Restored(
             step=answer.version.step, source=Source(answer.source), survives=Survives.PROCESS,
             duration_s=watch.seconds, bytes=answer.size_bytes, plan=tuple(answer.plan),
@@ -165,14 +165,14 @@ class RestoreRun:
 def _read_snapshot(
     view: ArenaView, answer: RestoreFrom, sources: ReplicaChunks, uploader: PinnedUploader
 ) -> SavedSnapshot:
-    """The tree and tensors of a slot that the keeper has verified."""
+    """Read the tree and the layout of a slot that the keeper verified."""
     sealed = view.arena.sealed(answer.slot)
     if sealed is None or sealed.version != answer.version:
         raise IntegrityError(f"slot {answer.slot} changed after it was verified")
     if sealed.trainer.flags & INEXACT:
         log.warning(
-            "%s was taken without gradients after no step that was seen: exact after a replayed CUDA graph, not exact "
-            "between accumulation steps",
+            "%s was captured without gradients, and no optimizer step was seen before it: exact after a replayed CUDA "
+            "graph, not exact between accumulation steps",
             answer.version,
         )
     layout_span, values_span, payload_span = view.arena.used_spans(answer.slot, sealed.trainer)
@@ -189,7 +189,7 @@ def _read_snapshot(
 
 
 def _wait_for_devices() -> None:
-    """Until what was queued on their current streams has arrived."""
+    """Wait until the copies that are queued on the current streams are done."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for index in range(torch.cuda.device_count()):
             torch.cuda.current_stream(index).synchronize()

@@ -1,4 +1,4 @@
-"""A snapshot that was read back: its tree, its tensors as bytes of the arena and of streams, its random states."""
+"""A snapshot read from the arena: tree, tensors as bytes of the payload or of replica sets, random states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keepstep.values import InlineTensor, TensorRef, TorchDevice, TorchDtype, To
 
 
 class RandomStates:
-    """The random states of a snapshot, and whose they are. Holds values only, nothing of the arena."""
+    """The random states of a snapshot and the generators they belong to. Holds values, no memory of the arena."""
 
     def __init__(self, tree: Mapping[str, Any], items: s.StateObjects) -> None:
         self._globals = tree.get("rng")
@@ -31,7 +31,7 @@ class RandomStates:
             self._own += list(zip(loader_generators(item.thing), loaders.get(item.path, []), strict=False))
 
     def set(self) -> None:
-        """Last of all: building iterators and loading may draw from them."""
+        """Set all random states. Do it last: building iterators and loading may draw from them."""
         if self._globals is not None:
             set_rng_state(self._globals)
         for generator, value in self._own:
@@ -39,25 +39,26 @@ class RandomStates:
 
 
 class SavedSnapshot:
-    """A verified snapshot: its tree, and where the bytes of its tensors lie."""
+    """A verified snapshot: its tree, and the places of its tensors' bytes."""
 
     def __init__(
         self,
         tree: dict[str, Any],
         layout: Layout,
         payload: torch.Tensor,
-        streams: Mapping[str, Chunks] | None = None,
+        replica_chunks: Mapping[str, Chunks] | None = None,
         prints: bytes = b"",
         uploads: UploadQueue | None = None,
     ) -> None:
         """`uploads` carries bytes to devices; without it they are copied straight from the arena."""
         self.tree, self.layout, self._payload = tree, layout, payload
         self._entries = layout.all_entries()
-        self._chunks = [(streams or {})[stream.class_id] for stream in layout.replica_sets for _ in stream.entries]
-        """of the stream of each entry behind the rank's own"""
+        # For each entry after the rank's own: the chunks of its replica set.
+        by_class = replica_chunks or {}
+        self._chunks = [by_class[each.class_id] for each in layout.replica_sets for _ in each.entries]
         self._prints, self._uploads = prints, uploads
+        # (offset in the payload, bytes, path) of each tensor that was written to a device in one piece.
         self._on_devices: list[tuple[int, torch.Tensor, str]] = []
-        """(offset in the payload, bytes, path) of what was written to devices in one piece"""
 
     def piece(self, ref: TensorRef) -> TensorView:
         return self._find(ref)[1]
@@ -65,10 +66,10 @@ class SavedSnapshot:
     def holders(self, ref: TensorRef) -> Ranks | None:
         """The ranks that held the tensor's bytes when it was saved; None: this rank alone."""
         index = self.layout.refs[ref.index][0] - len(self.layout.entries)
-        for stream in self.layout.replica_sets:
-            if 0 <= index < len(stream.entries):
-                return stream.ranks
-            index -= len(stream.entries)
+        for replica_set in self.layout.replica_sets:
+            if 0 <= index < len(replica_set.entries):
+                return replica_set.ranks
+            index -= len(replica_set.entries)
         return None
 
     def write(self, target: torch.Tensor, ref: TensorRef) -> torch.Tensor:
@@ -91,7 +92,7 @@ class SavedSnapshot:
             return target
         if not is_dense(target) or not target.is_contiguous():
             return copy_bits(target, self._gather(entry, piece, chunks))
-        _check_in_stream(entry, piece, target.dtype)
+        _check_contiguous(entry, piece, target.dtype)
         _fill(flat_bytes(target.detach()), entry.offset + piece.start, chunks, uploads)
         return target
 
@@ -101,7 +102,7 @@ class SavedSnapshot:
             self._uploads.run()
 
     def check_devices(self) -> int:
-        """Fingerprints that were taken at the source against what has come to devices. Raises IntegrityError."""
+        """Compare the bytes on the devices with the fingerprints of their source. Raises IntegrityError."""
         return check_restored(self._prints, self._on_devices) if self._prints and self._on_devices else 0
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
@@ -132,14 +133,14 @@ class SavedSnapshot:
         return flat.as_strided(piece.shape, piece.stride)
 
     def _gather(self, entry: Entry, piece: TensorView, chunks: Chunks) -> torch.Tensor:
-        """A tensor of a stream in memory of its own: streams hold contiguous tensors only."""
+        """A tensor of a replica set in new memory: replica sets hold contiguous tensors only."""
         fresh = torch.empty(piece.shape, dtype=dtype_named(piece.dtype))
-        _check_in_stream(entry, piece, fresh.dtype)
+        _check_contiguous(entry, piece, fresh.dtype)
         _fill(flat_bytes(fresh), entry.offset + piece.start, chunks, None)
         return fresh
 
     def values(self, value: Any) -> Any:
-        """A part of the tree as the user's objects know it: tensors and torch types instead of references."""
+        """Convert a part of the tree to the user's values: tensors and torch types instead of references."""
         kind = type(value)
         if kind is TensorRef:
             return self.tensor(value)
@@ -159,7 +160,7 @@ class SavedSnapshot:
 
 
 def _reach_bytes(entry: Entry, piece: TensorView, dtype: torch.dtype) -> int:
-    """The bytes from a piece's first element to its last. Raises when they are not inside its entry."""
+    """The bytes from a tensor's first element to its last. Raises when they are not inside its entry."""
     reach = 1 + sum((n - 1) * stride for n, stride in zip(piece.shape, piece.stride, strict=True))
     size = reach * dtype.itemsize
     if piece.start + size > entry.size_bytes or (entry.offset + piece.start) % dtype.itemsize:
@@ -167,39 +168,39 @@ def _reach_bytes(entry: Entry, piece: TensorView, dtype: torch.dtype) -> int:
     return size
 
 
-def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether elements of the same index lie at the same place; the shapes are equal."""
-    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+def _same_order(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether elements of the same index have the same offset; the shapes are equal."""
+    strides = zip(left.shape, left.stride(), right.stride(), strict=True)
     return all(size == 1 or first == second for size, first, second in strides)
 
 
-def _check_in_stream(entry: Entry, piece: TensorView, dtype: torch.dtype) -> None:
+def _check_contiguous(entry: Entry, piece: TensorView, dtype: torch.dtype) -> None:
     _reach_bytes(entry, piece, dtype)
     expected = 1
     for size, stride in zip(reversed(piece.shape), reversed(piece.stride), strict=True):
         if size != 1 and stride != expected:
-            raise IntegrityError(f"{piece.path} is in a stream and not contiguous")
+            raise IntegrityError(f"{piece.path} is in a replica set and not contiguous")
         expected *= size
 
 
 def _fill(target: torch.Tensor, start: int, chunks: Chunks, uploads: UploadQueue | None) -> None:
-    """Fill a flat tensor with the bytes of a stream from `start` on."""
+    """Fill a flat tensor with the bytes of a replica set from `start` on."""
     for begin, part in _parts(start, target.numel(), chunks):
-        there = target[begin : begin + part.numel()]
+        place = target[begin : begin + part.numel()]
         if uploads is not None:
-            uploads.add(part, there)
+            uploads.add(part, place)
         else:
-            there.copy_(part, non_blocking=True)
+            place.copy_(part, non_blocking=True)
 
 
 def _parts(start: int, size_bytes: int, chunks: Chunks) -> Iterator[tuple[int, torch.Tensor]]:
-    """(where it goes, bytes) for the pieces of chunks that [start, start + size) of a stream is made of."""
+    """Yield (offset in the target, bytes) for each chunk that [start, start + size) of a replica set touches."""
     at = start
     while at < start + size_bytes:
         chunk, inside = divmod(at, CHUNK_BYTES)
         part = chunks[chunk][inside : inside + start + size_bytes - at]
         if not part.numel():
-            raise IntegrityError(f"chunk {chunk} of a stream is too short")
+            raise IntegrityError(f"chunk {chunk} of a replica set is too short")
         yield at - start, part
         at += part.numel()
 
@@ -207,7 +208,7 @@ def _parts(start: int, size_bytes: int, chunks: Chunks) -> Iterator[tuple[int, t
 def copy_bits(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Copy without converting: both have one dtype. Expanded targets are written once per element.
 
-    To a device the copy is only queued: whoever gives the snapshot's memory back waits for it first.
+    A copy to a device is only queued: wait for it before the snapshot's memory is freed.
     """
     target = target.detach()
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):

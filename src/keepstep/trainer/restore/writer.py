@@ -1,4 +1,4 @@
-"""The way back into live objects: everything is checked first, then written strictly in place, RNG last.
+"""Write a snapshot into the live objects: compare everything first, then write in place, random states last.
 
 Two passes. `prepare` compares the saved tree with the live objects and collects what to write; any
 difference raises RecoveryError by path before a single byte is written. Then: modules, optimizers,
@@ -42,18 +42,18 @@ HoldersOf = Callable[[torch.Tensor, str], Ranks | None]
 
 
 class StateWriter:
-    """Checks a whole snapshot against the live objects, then writes it."""
+    """Compares a whole snapshot with the live objects, then writes it."""
 
     def __init__(
         self, saved: SavedSnapshot, items: s.StateObjects, holders_of: HoldersOf = lambda tensor, path: None
     ) -> None:
-        """`holders_of`: the ranks that hold a live tensor's bytes by structure, None where that cannot be said."""
+        """`holders_of`: the ranks that hold a live tensor's bytes by structure, None where that is unknown."""
         self._saved, self._items, self._holders_of = saved, items, holders_of
         self._writes: list[Callable[[], object]] = []
         self._problems: list[str] = []
 
     def prepare(self) -> None:
-        """Find everything to write. Raises with every difference named; nothing is touched."""
+        """Collect all writes. Raises RecoveryError that names every difference; nothing is written."""
         trees = self._saved.tree["items"]
         self._compare_names("the state", set(trees), {item.path for item in self._items.all})
         prepare: dict[str, Callable[[s.StateObject, Any], None]] = {
@@ -64,17 +64,17 @@ class StateWriter:
             if item.path in trees:
                 prepare[item.kind](item, trees[item.path])
         if self._problems:
-            self._writes.clear()  # they hold this object, and it the memory
+            self._writes.clear()  # They reference this object, which references the memory.
             shown = "; ".join(self._problems[:5])
             more = f" (and {len(self._problems) - 5} more)" if len(self._problems) > 5 else ""
             raise RecoveryError(
                 f"the snapshot does not fit the live objects: {shown}{more}",
-                hint="start with the code and settings that saved it, or give it up with keepstep release",
+                hint="start with the code and settings that saved it, or discard it with keepstep release",
             )
         self._grads()
 
     def write(self) -> None:
-        writes, self._writes = self._writes, []  # they hold this object, and it the memory
+        writes, self._writes = self._writes, []  # They reference this object, which references the memory.
         with torch.no_grad():
             for write in writes:
                 write()
@@ -102,7 +102,7 @@ class StateWriter:
             self._writes.append(partial(self._load_others, item, live, others))
 
     def _load_others(self, item: s.StateObject, live: Any, others: dict[str, Any]) -> None:
-        """What is not the module's own memory goes through its `load_state_dict`, beside what is restored already."""
+        """Load what is not the module's own memory by its `load_state_dict`, together with the live state."""
         state = copy.copy(live)
         state.update(self._saved.values(others))
         self._give(item, state)
@@ -114,7 +114,7 @@ class StateWriter:
         self._give(item, self._saved.values(tree))
 
     def _give(self, item: s.StateObject, state: Any) -> None:
-        self._saved.finish_uploads()  # it may look at tensors that are written already
+        self._saved.finish_uploads()  # load_state_dict may read tensors that are written already
         try:
             item.thing.load_state_dict(state)
         except Exception as error:
@@ -149,7 +149,7 @@ class StateWriter:
             self._container(item.path, item.thing, tree)
 
     def _container(self, path: str, live: Any, tree: Any) -> None:
-        """A dict or list of the user's own: tensors in place, values replaced, keys as they were saved."""
+        """A dict or list of the user: tensors written in place, values replaced, keys as saved."""
         if type(tree) is list and isinstance(live, list):
             pairs: list[tuple[Any, Any, Any]] = [
                 (i, live[i] if i < len(live) else _MISSING, saved) for i, saved in enumerate(tree)
@@ -168,7 +168,7 @@ class StateWriter:
             self._writes.append(lambda: _reorder(live, list(tree)))
 
     def _renew(self, path: str, here: Any, saved: Any) -> Callable[[], Any]:
-        """What will stand where `here` stands: `here` itself, written in place, else a new value."""
+        """The value to put in place of `here`: `here` itself, written in place, else a new value."""
         if isinstance(saved, TensorRef) and isinstance(here, torch.Tensor):
             # A plain tensor may have another shape from step to step, a parameter may not.
             if self._same(here, saved) or here.requires_grad:
@@ -179,7 +179,7 @@ class StateWriter:
             return lambda: here
         elif type(saved) is tuple and type(here) is tuple and len(saved) == len(here):
             pairs = enumerate(zip(here, saved, strict=True))
-            parts = [self._renew(f"{path}.{index}", one, other) for index, (one, other) in pairs]
+            parts = [self._renew(f"{path}.{index}", live, value) for index, (live, value) in pairs]
             return lambda: tuple(part() for part in parts)
         return lambda: self._saved.values(saved)
 
@@ -192,7 +192,7 @@ class StateWriter:
         optimizer = s.unwrap_optimizer(item.thing)
         self._state_and_groups(item.path, optimizer, tree)
         if tree.keys() - {"state", "param_groups"}:
-            # Its own load_state_dict knows what else there is; what that casts and replaces is written once more.
+            # Its own load_state_dict knows the other keys; tensors that it casts or replaces are written again.
             self._writes.append(partial(self._load, item, tree))
             self._writes.append(partial(self._write_again, item.path, optimizer, tree))
 
@@ -252,18 +252,18 @@ class StateWriter:
         optimizer.state[key] = self._saved.values(value)
 
     def _near(self, value: Any, device: torch.device) -> Any:
-        """Values of a parameter's state; tensors in lists (LBFGS) go to the parameter's device."""
+        """Convert values of a parameter's state; tensors in lists (LBFGS) go to the parameter's device."""
         if type(value) in (list, tuple):
             return type(value)(self._near(item, device) for item in value)
         if type(value) is dict:
             return {key: self._near(item, device) for key, item in value.items()}
-        found = self._saved.values(value)
-        return found.to(device) if isinstance(value, TensorRef) else found
+        converted = self._saved.values(value)
+        return converted.to(device) if isinstance(value, TensorRef) else converted
 
     def _empty_state(
         self, path: str, key: str, group: dict[str, Any], parameter: torch.Tensor, ref: TensorRef
     ) -> torch.Tensor:
-        """A state tensor like the one that was saved: a DTensor where it was one, on the device torch would use."""
+        """A new state tensor like the saved one: a DTensor where it was one, on the device that torch would use."""
         piece = self._saved.piece(ref)
         dtype = dtype_named(piece.dtype)
         on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
@@ -302,7 +302,7 @@ class StateWriter:
             parameter.grad = torch.empty_like(parameter)
         self._saved.write(local_tensor(parameter.grad), ref)
 
-    # Small print
+    # Helpers
 
     def _copy(self, path: str, live: torch.Tensor, ref: TensorRef) -> None:
         piece = self._saved.piece(ref)
@@ -324,7 +324,7 @@ class StateWriter:
         return tuple(local.shape) == piece.shape and str(local.dtype) == f"torch.{piece.dtype}"
 
     def _compare_names(self, where: str, saved: set[Any], live: set[Any]) -> None:
-        for names, text in ((saved - live, "was saved and is not there now"), (live - saved, "was not saved")):
+        for names, text in ((saved - live, "was saved and is missing now"), (live - saved, "was not saved")):
             if names:
                 self._problems.append(f"{where}: {', '.join(sorted(map(str, names))[:5])} {text}")
 
@@ -337,7 +337,7 @@ def _put(container: Any, key: Any, renewed: Callable[[], Any]) -> None:
 
 
 def _reorder(container: dict[Any, Any], keys: list[Any]) -> None:
-    """A loop over the dict must meet its keys in the order in which it did before."""
+    """Put the keys of a dict in their saved order: loops over it depend on it."""
     if list(container) != keys:
         items = [(key, container[key]) for key in keys]
         container.clear()
