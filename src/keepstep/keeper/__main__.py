@@ -1,7 +1,7 @@
 """`python -m keepstep.keeper [--detach]`: run this node's keeper, settings from the environment.
 
-With --detach the first process ends when the keeper listens (0), when one runs already (75), or with
-the reason on standard error (1). The keeper itself has no terminal, no parent and no open pipe.
+With --detach the first process exits when the keeper listens (0), when one runs already (75), or with the reason on
+standard error (1). The keeper itself has no terminal, no parent and no open pipe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keepstep.identity import Identity, identify
 from keepstep.keeper.process import Keeper
 from keepstep.keeper.singleton import AlreadyRunningError
 
-# Killing the keeper would free nothing while trainers hold the memory: ask the OOM killer to look elsewhere.
+# Killing the keeper would free nothing while trainers hold the memory: ask the OOM killer to choose others first.
 OOM_SCORE = "-500"
 _LOG_FIELDS = set(vars(logging.makeLogRecord({})))
 
@@ -68,7 +68,7 @@ def _avoid_oom_killer() -> None:
 
 
 def _detach(identity: Identity, config: Config) -> int:
-    """Fork twice; tell the first process through a pipe how it went."""
+    """Fork twice; the keeper reports to the first process through a pipe whether it started."""
     read, write = os.pipe()
     if os.fork():
         os.close(write)

@@ -1,7 +1,7 @@
-"""One connection on the control socket: who is there, what came, what waits to be sent.
+"""One connection on the control socket: its process, the messages received, the messages waiting to be sent.
 
-Peers are checked (same user), bytes are bounded both ways. A peer that sends rubbish or does not read
-is cut off; nobody else notices.
+The user of the process is checked, bytes are bounded both ways. A process that sends invalid frames or does not read is
+disconnected; other connections are not affected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from keepstep import faults
 from keepstep.control.framing import FrameError, FrameReader, pack, receive
 
-MAX_QUEUED_BYTES = 4 << 20
+MAX_QUEUED_BYTES = 4 << 20  # for a process that does not read
 
 
 class Connection:
@@ -31,8 +31,8 @@ class Connection:
         self.pid, self.uid = _peer(sock)
         self.role = ""
         self.since = time.monotonic()
-        self.held: set[str] = set()
-        self.offered: set[str] = set()
+        self.held: set[str] = set()  # memfds that the other side has confirmed
+        self.offered: set[str] = set()  # memfds sent to it
         self._reader = FrameReader()
         self._queue: deque[tuple[memoryview, list[int]]] = deque()
         self._queued_bytes = 0
@@ -42,7 +42,7 @@ class Connection:
         return bool(self._queue)
 
     def read(self) -> list[tuple[Any, list[int]]] | None:
-        """Messages that have arrived; None when the peer has closed."""
+        """Messages received since the last call; None when the other side has closed."""
         try:
             data, fds = receive(self.sock)
         except BlockingIOError:
@@ -56,7 +56,7 @@ class Connection:
         frame = pack(message, len(fds or []))
         self._queued_bytes += len(frame)
         if self._queued_bytes > MAX_QUEUED_BYTES:
-            raise FrameError("the peer does not read what it is sent")
+            raise FrameError("the other side does not read its messages")
         self._queue.append((memoryview(frame), [os.dup(fd) for fd in fds or []]))
         self.flush()
 
@@ -70,7 +70,7 @@ class Connection:
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):
-                # It has hung up, but its last words (Goodbye) may still lie unread: reading ends the connection.
+                # The other side has closed, but its last message (Goodbye) may be unread: reading ends the connection.
                 self._discard()
                 return
             except OSError as error:

@@ -119,7 +119,7 @@ def receive(keeper: KeeperServices, connection: Connection, message: Any, fds: l
         raise FrameError("the first message must be Hello")
     call = _RECEIVE.get(type(message))
     if call is None:
-        raise FrameError(f"a keeper does not take {type(message).__name__}")
+        raise FrameError(f"a keeper does not accept {type(message).__name__}")
     call(keeper, connection, message, fds)
 
 
@@ -163,7 +163,7 @@ def _arena_wanted(keeper: KeeperServices, connection: Connection, wanted: WantAr
     need = wanted.need
     asks_for_slots = wanted.slots == AUTO or 2 <= wanted.slots <= MAX_SLOTS
     if min(need.layout_bytes, need.values_bytes, need.payload_bytes) < 0 or not asks_for_slots:
-        raise FrameError("an arena of that shape makes no sense")
+        raise FrameError("an arena of this shape is not possible")
     _from_trainer(keeper, connection, wanted, fds)
 
 
@@ -181,7 +181,7 @@ def _given_back(keeper: KeeperServices, connection: Connection, given: GiveBack,
                 adopted.append(arena_id)
                 continue
             arena, described = _adopt(keeper, fd)
-        except OSError as error:  # the machine's fault, not the arena's: its holder comes back and gives it again
+        except OSError as error:  # the machine's fault, not the arena's: its holder reconnects and gives it again
             raise FrameError(f"an arena cannot be adopted now: {error}") from error
         except Error as error:
             refused[arena_id] = str(error)
@@ -220,7 +220,7 @@ def _adopt_parity(keeper: KeeperServices, fd: int) -> None:
 
 
 def _with_living_writer(keeper: KeeperServices, event: ArenaAdded) -> ArenaAdded:
-    """Watch whoever may still write into what is adopted; a pid that has another owner by now is nobody."""
+    """Watch the trainer that may still write into an adopted arena, unless its pid belongs to another process now."""
     writer = event.writer
     lives = writer is not None and writer.pid > 0 and keeper.watch_process(writer.pid)
     if writer is not None and lives and start_time(writer.pid) == writer.started:

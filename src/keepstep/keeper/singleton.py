@@ -1,7 +1,7 @@
-"""That there is one keeper, where it can be met, and that it leaves nothing behind.
+"""One keeper per run and node: its lock, its sockets, and the removal of all its files.
 
-The lock is held for life: a second keeper for the same run and node cannot start. The lock file lies
-beside the run's directory, so that the directory can go while the lock still stands.
+The lock is held for the life of the process: a second keeper for the same run and node cannot start. The lock file is
+beside the run's directory, so that the directory can be removed while the lock is still held.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AlreadyRunningError(KeeperError):
 
 
 class KeeperDirectory:
-    """The keeper's place in the runtime directory: lock, sockets, card. `close` removes all of it."""
+    """The keeper's files in the runtime directory: lock, sockets, card. `close` removes all of them."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
@@ -52,7 +52,7 @@ class KeeperDirectory:
         with contextlib.suppress(OSError):
             self.identity.keeper_lock.unlink()
         os.close(self._lock)
-        with contextlib.suppress(OSError):  # the last run of this user takes the runtime directory along
+        with contextlib.suppress(OSError):  # removed with the last run of this user
             self.identity.runtime_dir.rmdir()
 
 
@@ -64,16 +64,16 @@ def _take_lock(path: Path) -> int:
         except OSError:
             os.close(fd)
             raise AlreadyRunningError(f"another keeper holds {path}") from None
-        # An ending keeper unlinks the file before it lets go: make sure that ours is the one with the name.
+        # An ending keeper unlinks the file before it releases the lock: check that the locked file has the name.
         with contextlib.suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(fd).st_ino:
                 return fd
         os.close(fd)
-    raise KeeperError(f"the lock {path} keeps being replaced")
+    raise KeeperError(f"the lock {path} is replaced again and again")
 
 
 def _listen(path: Path) -> socket.socket:
-    with contextlib.suppress(FileNotFoundError):  # left by a keeper that was killed: we hold its lock now
+    with contextlib.suppress(FileNotFoundError):  # of a keeper that was killed: this one holds its lock now
         path.unlink()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     before = os.umask(0o177)

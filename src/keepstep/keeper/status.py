@@ -1,8 +1,4 @@
-"""Status and metrics, and HTTP for both on the second socket (GET /status, /metrics, /healthz).
-
-curl, the command line and the dashboard read the same thing:
-    curl --unix-socket <runtime dir>/<key>/http.sock http://keeper/status
-"""
+"""The status of a keeper and its metrics, read from the core by the loop."""
 
 from __future__ import annotations
 
@@ -19,10 +15,23 @@ from keepstep.keeper.node.state import FENCING, RESTORING, SEALED, SERVING, Aren
 from keepstep.keeper.transfer.network import KeeperNetwork
 from keepstep.types import KeeperStatus, PeerStatus, RankStatus, SlotStatus, Status, Survives, Version
 
-REQUEST_S = 10.0
-MAX_REQUESTS = 16
-# How long the end of a keeper may wait for this thread to look up.
-END_S = 0.1
+PEERS = "peers_"  # prefix of the transport's counters
+
+# Counters of the core, by name: the metrics' help texts. A name that is not here is a mistake (tests).
+COUNTERS = {
+    "brought_in_bytes": "bytes of snapshots fetched or rebuilt for ranks of this node",
+    "complete_versions": "versions sealed on all ranks",
+    "corrupt_slots": "slots that failed verification",
+    "exchange_failures": "parity builds that failed",
+    "exchanged_bytes": "bytes fetched to build parity",
+    "exchanges": "parity builds started",
+    "protected_versions": "versions whose parity is placed on all members",
+    "registrations": "trainers registered",
+    "seal_seconds": "time spent sealing",
+    "sealed_bytes": "bytes of sealed snapshots",
+    "trainer_deaths": "trainers that died",
+    "voids": "grants that ended without a snapshot",
+}
 
 
 def status_of(
@@ -36,7 +45,7 @@ def status_of(
     chosen: SlotChoice | None = None,
     takes: Sequence[TakeCounts] = (),
 ) -> Status:
-    """The status contract, from what the core knows at this moment."""
+    """The status now. Its fields are a contract (`types.Status`)."""
     kept = core.orders.active
     protected, group, membership = kept.protected, kept.group, core.orders.membership
     steps = [core.progress.get(index, -1) for index in core.trainers.registered]
@@ -94,10 +103,10 @@ def _survives_of(core: Core, version: Version | None) -> Survives:
 
 
 def _counters(core: Core, network: KeeperNetwork | None, takes: Sequence[TakeCounts]) -> dict[str, float]:
-    found = dict(core.counters) | _take_counters(takes)
+    counters = dict(core.counters) | _take_counters(takes)
     if network is not None:
-        found |= {f"peers_{name}": value for name, value in network.transport.counters().items()}
-    return found
+        counters |= {f"{PEERS}{name}": value for name, value in network.transport.counters().items()}
+    return counters
 
 
 def _take_counters(takes: Sequence[TakeCounts]) -> dict[str, float]:
@@ -112,21 +121,21 @@ def _take_counters(takes: Sequence[TakeCounts]) -> dict[str, float]:
     return counters
 
 
-def _survives(there: bool) -> Survives:
-    return Survives.PROCESS if there else Survives.NOTHING
+def _survives(is_held: bool) -> Survives:
+    return Survives.PROCESS if is_held else Survives.NOTHING
 
 
 def _problems(core: Core, complete: Version | None) -> list[str]:
-    found = list(core.problems)
+    problems = list(core.problems)
     if core.state == SERVING and core.trainers.registered and complete is None:
-        found.append("no version is complete yet: a crash now would start the run again")
+        problems.append("no version is complete yet: a crash now would start the run again")
     group, kept = core.orders.active.group, core.orders.active
     if core.state == SERVING and group is not None:
         away = [m for m in group.members if m != core.card.node_id and not core.orders.links.get(m)]
         if away:
-            found.append(f"the keepers of {', '.join(away)} cannot be reached: no new version can be protected")
+            problems.append(f"the keepers of {', '.join(away)} cannot be reached: no new version can be protected")
         if kept.exposed:
-            found.append(
+            problems.append(
                 "protection stands still: snapshots go on, and a crash in mid-copy costs the steps since "
                 f"{kept.protected or kept.base}"
             )
@@ -136,12 +145,12 @@ def _problems(core: Core, complete: Version | None) -> list[str]:
         and core.orders.coordinator is None
         and core.orders.membership is None
     ):
-        found.append("this node was not told the other nodes of the job: nothing is granted")
+        problems.append("this node was not told the other nodes of the job: nothing is granted")
     if core.state == FENCING and core.trainers.dying:
-        found.append("waiting for trainers of an older incarnation to die")
+        problems.append("waiting for trainers of an older incarnation to die")
     elif core.state == FENCING:
-        found.append("waiting for the launcher to give back what it holds")
-    return found
+        problems.append("waiting for the launcher to give back what it holds")
+    return problems
 
 
 def _rank_status(core: Core, index: int) -> RankStatus:
@@ -190,14 +199,15 @@ def metrics(status: Status) -> bytes:
     gauge("step", "newest step complete on all ranks", status.step)
     gauge("age_seconds", "seconds since that version was sealed", status.age_s)
     gauge("survives", "0 nothing, 1 process, 2 node, 3 cluster", Survives[status.survives.upper()].value)
-    gauge("incarnation", "lives of the job so far", status.incarnation)
+    gauge("incarnation", "incarnations of the job so far", status.incarnation)
     gauge("memory_bytes", "shared memory held for this run", status.memory_bytes)
     gauge("holders", "processes besides the keeper that hold all of it", status.keeper.holders)
-    gauge("trainers_alive", "registered trainers that live", sum(rank.alive for rank in status.ranks))
-    gauge("problems", "sentences in the status that a person should read", len(status.problems))
+    gauge("trainers_alive", "registered trainers that are alive", sum(rank.alive for rank in status.ranks))
+    gauge("problems", "problems in the status", len(status.problems))
     gauge("keeper_uptime_seconds", "seconds since the keeper started", status.keeper.uptime_s)
     for name, value in sorted(status.counters.items()):
-        Counter(f"keepstep_{name}", f"count of {name}", names, registry=registry).labels(*values).inc(value)
+        text = COUNTERS.get(name, f"count of {name}")
+        Counter(f"keepstep_{name}", text, names, registry=registry).labels(*values).inc(value)
     progress = Gauge("keepstep_rank_progress", "step of the last take", [*names, "rank"], registry=registry)
     for rank in status.ranks:
         if rank.progress is not None:
