@@ -155,6 +155,12 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Layout] = msgspec.msgpack.Decoder(Layout)
 
 
+def gib(size_bytes: int) -> str:
+    if size_bytes >= 1 << 30:
+        return f"{size_bytes / (1 << 30):.2f} GiB"
+    return f"{size_bytes / (1 << 20):.1f} MiB"
+
+
 def align(size_bytes: int, to: int = ALIGN) -> int:
     return -(-size_bytes // to) * to
 

@@ -17,8 +17,8 @@ import torch
 
 import keepstep
 from keepstep import faults
-from keepstep.arena import memory_limits
 from keepstep.config import ArenaConfig
+from keepstep.keeper.workers import memory_limits
 from keepstep.testing.run import LocalRun, wait_until
 from keepstep.trainer.memory.rank_arena import PREPARING
 

@@ -18,7 +18,6 @@ import pytest
 from clones import rest
 from nodes import Run, running, wait_for
 
-from keepstep.arena import manifest as manifests
 from keepstep.config import PeersConfig
 from keepstep.control.messages import NodeCard
 from keepstep.errors import IntegrityError
@@ -32,6 +31,7 @@ from keepstep.keeper.coordinator.messages import (
     Report,
 )
 from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, META, PARITY, REBUILT, STREAM, ChunkRequest
+from keepstep.keeper.workers import manifest as manifests
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.recovery.plan import Rebuild
 from keepstep.transport.interface import Body, FetchError, FetchRequest, Peer, TransportHandlers

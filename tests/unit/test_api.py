@@ -67,7 +67,7 @@ def test_import_loads_neither_torch_nor_numpy() -> None:
 def test_what_the_keeper_is_made_of_loads_neither_torch_nor_numpy() -> None:
     modules = [
         "arena.checksum",
-        "arena.memory_limits",
+        "keeper.workers.memory_limits",
         "arena.slots",
         "control.client",
         "config",

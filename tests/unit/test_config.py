@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from keepstep import config as configs
-from keepstep.arena.memory_limits import AUTO, requested_slots
+from keepstep.arena.slots import AUTO, requested_slots
 from keepstep.config import (
     ArenaConfig,
     Config,

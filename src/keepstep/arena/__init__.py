@@ -5,6 +5,4 @@ memfd           create, seal, read, write and map the shared memory
 slots           an arena over a memfd: who may write what, and what a reader may trust
 chunks          the chunks of a slot, in the order of its checksum table
 checksum        seal a slot and verify it
-manifest        a sealed snapshot without its bulk
-memory_limits   how much memory cgroup and machine allow
 """

@@ -27,6 +27,7 @@ import xxhash
 from keepstep.arena import records as h
 from keepstep.arena.memfd import Memfd
 from keepstep.arena.records import PAGE, ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
+from keepstep.config import ArenaConfig
 from keepstep.errors import IntegrityError, KeeperError
 from keepstep.layout import ALIGN, SnapshotSize, align, num_chunks
 from keepstep.layout import CHUNK_BYTES as CHUNK_BYTES
@@ -34,7 +35,8 @@ from keepstep.types import Version
 
 DIGEST_BYTES = 16
 GRANT_PAGE, LEDGER_PAGE, PROGRESS_PAGE, FIRST_SLOT = PAGE, 2 * PAGE, 3 * PAGE, 4 * PAGE
-MAX_SLOTS = 4
+AUTO = 0  # requested number of slots: the keeper chooses
+FEW_SLOTS, MAX_SLOTS = 2, 4  # one complete version and one that is written, at least
 
 R = TypeVar("R", bound=h.Record)
 
@@ -58,6 +60,15 @@ class SealedSlot:
     @property
     def version(self) -> Version:
         return self.trainer.version
+
+
+def requested_slots(config: ArenaConfig) -> int:
+    """Slots that a rank asks for: `arena.slots`, or AUTO."""
+    return AUTO if config.slots == "auto" else config.slots
+
+
+def may_request(slots: int) -> bool:
+    return slots == AUTO or FEW_SLOTS <= slots <= MAX_SLOTS
 
 
 def _most_chunks(layout_bytes: int, values_bytes: int, payload_bytes: int) -> int:

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from keepstep.arena.memory_limits import AUTO
-from keepstep.arena.slots import MAX_SLOTS, Arena
+from keepstep.arena.slots import Arena, may_request
 from keepstep.control.framing import MAX_FDS, FrameError
 from keepstep.control.messages import (
     PROTOCOL,
@@ -62,8 +61,8 @@ from keepstep.keeper.node.events import (
     TrainerRegisters,
 )
 from keepstep.keeper.node.state import SEALED
-from keepstep.keeper.node.what_if import forecast
 from keepstep.keeper.transfer.network import KeeperNetwork, adopt_parity
+from keepstep.keeper.what_if import forecast
 from keepstep.keeper.workers.allocation import ArenaAllocator, describe
 from keepstep.keeper.workers.sealing import WorkerPool
 from keepstep.parity.parity_buffer import is_parity
@@ -161,8 +160,7 @@ def _launcher(keeper: KeeperServices, connection: Connection, hello: LauncherHel
 
 def _arena_wanted(keeper: KeeperServices, connection: Connection, wanted: WantArena, fds: list[int]) -> None:
     need = wanted.need
-    asks_for_slots = wanted.slots == AUTO or 2 <= wanted.slots <= MAX_SLOTS
-    if min(need.layout_bytes, need.values_bytes, need.payload_bytes) < 0 or not asks_for_slots:
+    if min(need.layout_bytes, need.values_bytes, need.payload_bytes) < 0 or not may_request(wanted.slots):
         raise FrameError("an arena of this shape is not possible")
     _from_trainer(keeper, connection, wanted, fds)
 

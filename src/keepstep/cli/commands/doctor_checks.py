@@ -21,7 +21,6 @@ from pathlib import Path
 import msgspec
 
 from keepstep._version import VERSION
-from keepstep.arena import memory_limits
 from keepstep.arena.memfd import MADV_POPULATE_READ, SEALS, Memfd
 from keepstep.cli.keepers import find_runs
 from keepstep.cli.tables import format_bytes, format_seconds
@@ -29,6 +28,7 @@ from keepstep.config import CONFIG_FILE, Config, as_environment, resolve
 from keepstep.control.status import fetch_status
 from keepstep.errors import Error
 from keepstep.identity import ensure_private, identify, runtime_dir
+from keepstep.keeper.workers import memory_limits
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 TORCH_S = 60.0  # to import torch and register a page with CUDA: usually seconds, minutes on a cold network disk

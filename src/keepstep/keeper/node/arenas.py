@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.arena.memory_limits import AUTO, FEW_SLOTS
+from keepstep.arena.slots import AUTO, FEW_SLOTS
 from keepstep.control.messages import ArenaGiven, WantArena
 from keepstep.errors import KeeperError
 from keepstep.keeper.node.effects import CreateArena, DropArena, SealSlot, Send

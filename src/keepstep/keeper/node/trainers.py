@@ -6,9 +6,8 @@ what one that cannot die may still write is quarantined.
 
 from __future__ import annotations
 
-from keepstep.arena.memory_limits import AUTO
 from keepstep.arena.records import Progress
-from keepstep.arena.slots import MAX_SLOTS
+from keepstep.arena.slots import may_request
 from keepstep.control.messages import Goodbye, Register, Registered
 from keepstep.errors import Error, KeeperError
 from keepstep.keeper.node import arenas, orders, restore
@@ -61,14 +60,10 @@ def _registration_problem(node: NodeState, event: TrainerRegisters) -> Error | N
         return KeeperError(f"local rank {register.local_index} of {register.local_world_size} makes no sense")
     if not 0 <= register.rank < register.world_size:
         return KeeperError(f"rank {register.rank} of {register.world_size} makes no sense")
-    if not (register.every >= 1 and _is_number_of_slots(register.slots) and -1 <= register.progress < MAX_STEP):
+    if not (register.every >= 1 and may_request(register.slots) and -1 <= register.progress < MAX_STEP):
         settings = f"every={register.every}, slots={register.slots}, progress={register.progress}"
         return KeeperError(f"{settings} is out of range")
     return _wrong_incarnation(node, event) or _place_taken(node, event) or _other_settings(node, register)
-
-
-def _is_number_of_slots(slots: int) -> bool:
-    return slots == AUTO or 2 <= slots <= MAX_SLOTS
 
 
 def _wrong_incarnation(node: NodeState, event: TrainerRegisters) -> Error | None:

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import msgspec
 import xxhash
 
-from keepstep.arena import manifest as manifests
 from keepstep.arena.slots import Arena
 from keepstep.errors import Error, IntegrityError
+from keepstep.keeper.workers import manifest as manifests
 from keepstep.keeper.workers.sealed_snapshot import SealedSnapshot, open_sealed
 from keepstep.parity.parity_buffer import META as META_AT
 from keepstep.parity.parity_buffer import ParityBuffer

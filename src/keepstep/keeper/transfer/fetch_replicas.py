@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from keepstep.arena.manifest import MAX_MANIFEST_BYTES
 from keepstep.arena.memfd import Memfd
 from keepstep.arena.slots import Arena
 from keepstep.control.messages import ReplicaSetSource, RestoreFrom
@@ -34,6 +33,7 @@ from keepstep.keeper.transfer.stripe_reads import (
     fetch_bytes,
 )
 from keepstep.keeper.transfer.transfer_thread import TransferThread
+from keepstep.keeper.workers.manifest import MAX_MANIFEST_BYTES
 from keepstep.keeper.workers.results import Result, Results
 from keepstep.keeper.workers.sealed_snapshot import SealedSnapshot, open_sealed
 from keepstep.layout import CHUNK_BYTES, SHARE, ReplicaSet, align

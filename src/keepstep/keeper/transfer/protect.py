@@ -15,9 +15,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from keepstep.arena import manifest as manifests
-from keepstep.arena import memory_limits
-from keepstep.arena.manifest import MAX_MANIFEST_BYTES, NodeManifest
 from keepstep.errors import Error
 from keepstep.keeper.node.effects import StartExchange
 from keepstep.keeper.node.events import ExchangeAdvanced, ParityPlaced
@@ -34,6 +31,9 @@ from keepstep.keeper.transfer.stripe_reads import (
     fetch_bytes,
 )
 from keepstep.keeper.transfer.transfer_thread import TransferThread
+from keepstep.keeper.workers import manifest as manifests
+from keepstep.keeper.workers import memory_limits
+from keepstep.keeper.workers.manifest import MAX_MANIFEST_BYTES, NodeManifest
 from keepstep.keeper.workers.results import Result, Results
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import Code

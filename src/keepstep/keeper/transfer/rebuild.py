@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from keepstep.arena import manifest as manifests
-from keepstep.arena.manifest import NodeManifest, TableChunk
 from keepstep.errors import Error, IntegrityError, KeeperError
 from keepstep.keeper.transfer.chunk_store import DATA, PARITY, REBUILT, ChunkRequest
 from keepstep.keeper.transfer.stripe_reads import (
@@ -29,6 +27,8 @@ from keepstep.keeper.transfer.stripe_reads import (
     StripeRead,
     StripeReader,
 )
+from keepstep.keeper.workers import manifest as manifests
+from keepstep.keeper.workers.manifest import NodeManifest, TableChunk
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import Code
 from keepstep.parity.parity_buffer import ParityGroup

@@ -8,16 +8,16 @@ import time
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 
-from keepstep.arena import memory_limits
-from keepstep.arena.manifest import RankManifest
 from keepstep.arena.memfd import Memfd
-from keepstep.arena.memory_limits import FEW_SLOTS, MemoryLimits, SlotChoice
 from keepstep.arena.records import COMMITTED, ArenaHeader
-from keepstep.arena.slots import Arena, plan_header, total_bytes
+from keepstep.arena.slots import FEW_SLOTS, Arena, plan_header, total_bytes
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper.node.effects import CreateArena, FetchSnapshot
 from keepstep.keeper.node.events import ArenaAdded, SlotFound
+from keepstep.keeper.workers import memory_limits
+from keepstep.keeper.workers.manifest import RankManifest
+from keepstep.keeper.workers.memory_limits import MemoryLimits, SlotChoice
 from keepstep.layout import SnapshotSize
 
 VALUES_SLACK = 1 << 20

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch.distributed
 
-from keepstep.arena.memory_limits import requested_slots
+from keepstep.arena.slots import requested_slots
 from keepstep.config import Config
 from keepstep.control.messages import Register
 from keepstep.errors import ConfigError

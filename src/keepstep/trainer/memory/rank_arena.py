@@ -19,14 +19,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from keepstep.arena.memfd import Mapping
-from keepstep.arena.memory_limits import gib, requested_slots
 from keepstep.arena.records import Progress
-from keepstep.arena.slots import Arena
+from keepstep.arena.slots import Arena, requested_slots
 from keepstep.config import ArenaConfig
 from keepstep.control.client import RESTORE_S
 from keepstep.control.messages import ArenaGiven, WantArena
 from keepstep.identity import Identity, start_time
-from keepstep.layout import SnapshotSize
+from keepstep.layout import SnapshotSize, gib
 from keepstep.trainer.connection.keeper_link import KeeperLink, RankState
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.plan import arena_size

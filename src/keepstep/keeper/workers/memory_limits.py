@@ -10,13 +10,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.config import ArenaConfig
+from keepstep.arena.slots import FEW_SLOTS
 from keepstep.errors import KeeperError
+from keepstep.layout import gib
 
 RESERVE_BYTES = 64 << 20  # for the rest of the job: page tables, sockets, the keeper itself
 UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for no limit
-AUTO = 0  # requested number of slots: the keeper chooses
-FEW_SLOTS = 2  # One complete version, and one that is written.
 MORE_SLOTS = 3  # The next snapshot begins while the last one is sealed or protected.
 # Three are chosen where four would fit: the rest is for parity (at most two slots where two nodes mirror each other)
 # and for what the job itself still allocates.
@@ -51,11 +50,6 @@ class SlotChoice:
     reason: str
 
 
-def requested_slots(config: ArenaConfig) -> int:
-    """Slots that a rank asks for: `arena.slots`, or AUTO."""
-    return AUTO if config.slots == "auto" else config.slots
-
-
 def choose_slots(slot_bytes: int, num_ranks: int, limits: MemoryLimits, memory_limit_bytes: int = 0) -> SlotChoice:
     """Choose the slots of every rank of a node, from what one rank needs for a slot."""
     free, need = max(0, limits.free_bytes - RESERVE_BYTES), ROOM_SLOTS * slot_bytes * num_ranks
@@ -83,12 +77,6 @@ def check(need_bytes: int, what: str, *, room: MemoryLimits, memory_limit_bytes:
         f"(cgroup limit: {cgroup}; MemAvailable: {gib(room.available_bytes)}{limit})",
         hint="raise the memory limit, use KEEPSTEP_ARENA_SLOTS=2, or end runs that hold memory (keepstep release)",
     )
-
-
-def gib(size_bytes: int) -> str:
-    if size_bytes >= 1 << 30:
-        return f"{size_bytes / (1 << 30):.2f} GiB"
-    return f"{size_bytes / (1 << 20):.1f} MiB"
 
 
 def _mem_available(root: Path) -> int:

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.arena.memory_limits import (
+from keepstep.errors import KeeperError
+from keepstep.keeper.workers.memory_limits import (
     RESERVE_BYTES,
     ROOM_SLOTS,
     MemoryLimits,
     check,
     choose_slots,
-    gib,
     measure,
 )
-from keepstep.errors import KeeperError
+from keepstep.layout import gib
 
 GIB = 1 << 30
 V1_UNLIMITED = 9223372036854771712
