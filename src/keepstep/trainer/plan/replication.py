@@ -59,8 +59,7 @@ class Replicas:
         self, items: StateObjects, sharing: ReplicaShares | None, *, named: str = "", diverged: Set[str] = frozenset()
     ) -> None:
         """`diverged`: paths whose replicas differ, whatever the structure proves."""
-        self.sharing = sharing
-        """None on a single node: nothing is shared"""
+        self.sharing = sharing  # None on a single node: nothing is shared
         self._diverged = diverged
         self._named = tuple(prefix.strip().rstrip(".") for prefix in named.split(",") if prefix.strip())
         self._paths = {id(unwrap_optimizer(item.thing)): item.path for item in items.of(OPTIMIZER)}

@@ -100,15 +100,13 @@ Parts = dict[str, "bytes | DeferredValue"]
 class StateReading:
     """The state at one boundary."""
 
-    tree: dict[str, Any]
-    """what is to be encoded besides the parts: nothing in it changes any more"""
+    tree: dict[str, Any]  # what is to be encoded besides the parts: nothing in it changes any more
     found: TensorRuns
     parts: dict[str, tuple[int, Parts]]
     relied_on: list[structure.StateStructure]  # recognised as unchanged, perhaps by a subset
     rng: GlobalState | None
     encoder: GlobalEncoder
-    grads: tuple[int, Parts] | None = None
-    """not among the parts: an item of the user's may have that name"""
+    grads: tuple[int, Parts] | None = None  # not among the parts: an item of the user's may have that name
 
     @cached_property
     def values(self) -> bytes:

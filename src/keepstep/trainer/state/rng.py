@@ -30,8 +30,7 @@ class GlobalState:
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
     host: torch.Tensor
-    cuda: list[torch.Tensor] | None
-    """by device, where CUDA is in use: asking would start it"""
+    cuda: list[torch.Tensor] | None  # by device, where CUDA is in use: asking would start it
 
     @classmethod
     def now(cls) -> GlobalState:
