@@ -64,7 +64,7 @@ def measure(parameters: int, snapshots: int, *, unstable: bool) -> dict[str, Any
     with LocalRun() as run:
         config = run.config(take=TakeConfig(fingerprint="off"))
         with keepstep.Snapshotter(training.state, config) as keeper:
-            keeper._plans.unstable = unstable
+            keeper._planner.plans.unstable = unstable
             keeper.restore()
             wait_for_grant(keeper)
             for step in range(SETTLED_AFTER + 2 + snapshots):

@@ -11,9 +11,9 @@ import keepstep
 STAGES = (
     ("_capture", "check_unfenced_write"),
     ("_grants", "next"),
-    ("_plans", "lookup"),
-    ("_plans._reader", "read"),
-    ("_plans", "_is_current"),
+    ("_planner", "lookup"),
+    ("_planner.plans._reader", "read"),
+    ("_planner.plans", "_is_current"),
     ("_capture", "begin"),
     ("_capture._prepared", "next_checks"),
     ("_capture._eager", "copy"),

@@ -168,12 +168,12 @@ def test_a_parameter_that_goes_to_another_optimizer_is_fenced_by_that_one() -> N
             for optimizer in optimizers:
                 optimizer.step()
             assert snapshots.take(step).wait(timeout_s=10) >= keepstep.Survives.PROCESS
-        assert snapshots._plans.current is not None
-        plans = snapshots._plans.current.plans
+        assert snapshots._planner.plans.current is not None
+        plans = snapshots._planner.plans.current.plans
         moved = optimizers[1].param_groups[0]["params"].pop()
         optimizers[0].param_groups[0]["params"].append(moved)
         for optimizer in optimizers:
             optimizer.step()
         snapshots.take(SETTLED_AFTER + 3).wait(timeout_s=10)
-        assert snapshots._plans.current.plans is not plans
+        assert snapshots._planner.plans.current.plans is not plans
         snapshots.close(finished=True)

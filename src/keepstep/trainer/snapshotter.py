@@ -9,41 +9,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
-from keepstep.arena.records import COPYING, FAILED, Grant
 from keepstep.config import Config, resolve
-from keepstep.errors import CaptureError, ConfigError
-from keepstep.layout import SnapshotSize
+from keepstep.errors import ConfigError
 from keepstep.trainer.capture.capture import Capture
-from keepstep.trainer.capture.grants import GrantReader, Skip
+from keepstep.trainer.capture.grants import GrantReader, Skip, SlotGrant
 from keepstep.trainer.capture.take_wait import TakeStatistics, TakeWait
-from keepstep.trainer.connection.agreement import meet_if_needed
-from keepstep.trainer.connection.environment import (
-    World,
-    find_identity,
-    find_place,
-    registration,
-    warn_about_shared_store,
-)
+from keepstep.trainer.connection.environment import World, find_identity, find_place, warn_about_shared_store
 from keepstep.trainer.connection.keeper_link import KeeperLink, RankState
 from keepstep.trainer.memory.rank_arena import RankArena
-from keepstep.trainer.plan import arena_size
-from keepstep.trainer.plan.copy_plan import SMALL_BYTES
-from keepstep.trainer.plan.plan_cache import PlanCache
-from keepstep.trainer.plan.replica_shares import ReplicaShares
-from keepstep.trainer.plan.replication import ReplicaProver
+from keepstep.trainer.plan.state_planner import StatePlanner
 from keepstep.trainer.restore.restore import RestoreRun, Stopwatch, short_switch_interval
-from keepstep.trainer.restore.writer import sharded_modules
 from keepstep.trainer.results import PendingSnapshot, Restored, SnapshotReporter
 from keepstep.trainer.state.objects import MODULE, OPTIMIZER, STATEFUL, StateObjects, unwrap_optimizer
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
-from keepstep.trainer.state.reader import StateReader
 from keepstep.types import Status, Version
 
 log = logging.getLogger("keepstep")
@@ -63,24 +45,16 @@ class Snapshotter:
         key = f"{os.getpid()}:{self._identity.key}"
         if key in _open_here:
             raise ConfigError("another Snapshotter of this run is open in this process", hint="close() it first")
-        met = meet_if_needed(self._identity, self.config, self._place)
-        register = registration(self.config, self._place, met.incarnation if met else None)
         self._rank = RankState()
-        membership = met.membership if met else None
-        self._link = KeeperLink(self._identity, self.config, register, self._rank, membership)
+        self._link = KeeperLink.for_trainer(self._identity, self.config, self._place, self._rank)
         self._reporter = SnapshotReporter(self._link)
         self._link.connect(self._reporter)
         _open_here.add(key)
         self._key = key
         optimizers = [(item.path, unwrap_optimizer(item.thing)) for item in self._items.of(OPTIMIZER)]
         self._fence = OptimizerFence(optimizers, [item.thing for item in self._items.of(MODULE)])
-        self._replication = ReplicaProver(self._items, self._find_sharing(), self.config.replicated)
-        self._sharded = [part for item in self._items.of(MODULE) for part in sharded_modules(item.thing)]
-        self._plans = PlanCache(
-            StateReader(self._items, rng=self.config.rng, grads=self.config.grads), self._fence, self._replication,
-            small_bytes=SMALL_BYTES, unstable=bool(self._sharded),
-        )  # fmt: skip
-        self._capture = Capture(self._place, self.config.take, self._fence, self._plans, self._reporter)
+        self._planner = StatePlanner(self._items, self._fence, World.of(self._place), self.config)
+        self._capture = Capture(self._place, self.config.take, self._fence, self._planner.plans, self._reporter)
         self._memory = RankArena(self._link, self._rank, self.config.arena)
         self._grants, self._takes = GrantReader(self._link, self._memory), TakeStatistics()
         self._closed = False
@@ -102,50 +76,19 @@ class Snapshotter:
     def _restore(self, rehearsal: Callable[[], object] | None) -> Restored | None:
         watch = Stopwatch()
         loading = RestoreRun(self.config, self._identity, self._place, self._items, self._link)
-        restored = loading.run(rehearsal, self._replication.prove, watch)
-        # Before the first step: all that can fail, fails here.
-        need = self._foresee()
-        watch.lap("looking at the state")
-        self._prepare_devices(need)
+        restored = loading.run(rehearsal, self._planner.replication.prove, watch)
+        # Before the first step: a state that cannot be planned, or needs too much memory, fails here.
+        forecast = self._planner.forecast()
+        watch.lap("planning")
+        lanes = self._capture.lanes
+        lanes.prepare(forecast.device_bytes, forecast.codes)
         watch.lap("devices")
-        self._memory.request(need, before=self._capture.drain, warm_up=self._capture.lanes.warm_up)
-        watch.lap("asking for memory")
+        self._memory.request(forecast.size, before=self._capture.drain, warm_up=lanes.warm_up)
+        watch.lap("requesting memory")
         self._link.report_loaded(restored.step if restored else None)
         watch.lap("waiting for all ranks")
         log.info("ready for the first step: %s", watch)
         return restored
-
-    # What other nodes hold too
-
-    def _find_sharing(self) -> ReplicaShares | None:
-        """None on a single node, where everything is this rank's own."""
-        world, parity = World.of(self._place), self.config.parity
-        return ReplicaShares(world, parity.replicated, parity.losses, parity.group_size) if world is not None else None
-
-    # Memory
-
-    def _foresee(self) -> SnapshotSize:
-        """What a snapshot will need, with the optimizer state that is still to come."""
-        prepared = self._plans.prepare()
-        self._fence.muted = True
-        try:
-            missing = arena_size.missing_state(self._items.optimizers, self._replication.prove())
-            missing += arena_size.missing_grads(self._items.optimizers) if self.config.grads else []
-        finally:
-            self._fence.muted = False
-        return arena_size.need_of(prepared.plan, len(prepared.reading.values), missing, self._replication.sharing)
-
-    def _prepare_devices(self, need: SnapshotSize) -> None:
-        """What is on a device now tells how what comes will be spread."""
-        assert self._plans.current is not None
-        plan = self._plans.current.plans.first
-        sizes: Counter[torch.device] = Counter()
-        for unit in plan.ops:
-            sizes[unit.device] += unit.size_bytes
-        total = sum(sizes.values())
-        codes = {(stream.n - stream.m, stream.m) for stream in plan.layout.replica_sets if stream.m}
-        foreseen = {d: need.payload_bytes * size // total for d, size in sizes.items() if d.type == "cuda"}
-        self._capture.lanes.prepare(foreseen, codes)
 
     # Taking
 
@@ -172,8 +115,7 @@ class Snapshotter:
         self._capture.check_unfenced_write()
         if step % self.config.every:
             return self._skip(step, f"not due: every={self.config.every}")
-        for part in self._sharded:
-            part.reshard()
+        self._planner.reshard()
         wait = TakeWait(self.config.take.wait_s, self._capture.lanes.queued_work)
         grant = self._wait_for_grant(step, wait)
         if isinstance(grant, Skip):
@@ -181,7 +123,7 @@ class Snapshotter:
             return self._skip(step, grant.reason)
         return self._take_granted(step, grant, wait, inexact=self._is_inexact(stepped))
 
-    def _wait_for_grant(self, step: int, wait: TakeWait) -> Grant | Skip:
+    def _wait_for_grant(self, step: int, wait: TakeWait) -> SlotGrant | Skip:
         if self._place.world_size > self._place.local_world_size:
             # Orders to other nodes take longer than a step: the coordinator grants steps further ahead than this one.
             return self._grants.next(step)
@@ -192,27 +134,30 @@ class Snapshotter:
             grant = self._grants.next(step)
         return grant
 
-    def _take_granted(self, step: int, grant: Grant, wait: TakeWait, *, inexact: bool) -> PendingSnapshot:
+    def _take_granted(self, step: int, grant: SlotGrant, wait: TakeWait, *, inexact: bool) -> PendingSnapshot:
         """Capture under this grant, or void it for all ranks: it must not stay open."""
-        view = self._memory.view
-        assert view is not None
-        arena_id, version = view.arena.arena_id, Version(self._link.incarnation, step)
-        self._grants.use(grant, arena_id)
+        version = Version(self._link.incarnation, step)
+        self._grants.use(grant)
         pending = self._reporter.open(version)
-        skipped = FAILED
-        try:
-            self._publish(step)
-            while self._capture.is_full(view.arena.num_slots):
-                if not wait.pause():
-                    skipped = COPYING
-                    raise CaptureError("the snapshot before it is still being copied")
-            self._capture.begin(view, grant.slot, version, self._plans.lookup(step), inexact=inexact)
-            skipped = ""
-        except Exception as error:
-            self._reporter.voided(arena_id, grant.slot, version, str(error) or repr(error))
-        self._rank.takes = self._takes.count(skipped, wait.waited_s)
+        self._publish(step)
+        skip = self._begin(version, grant, wait, inexact=inexact)
+        if skip is not None:
+            self._reporter.voided(grant.arena_id, grant.slot, version, skip.reason)
+        self._rank.takes = self._takes.count(skip.kind if skip else "", wait.waited_s)
         self._memory.write_progress()
         return pending
+
+    def _begin(self, version: Version, grant: SlotGrant, wait: TakeWait, *, inexact: bool) -> Skip | None:
+        """Begin the capture. Returns why it did not begin, whatever the reason is."""
+        try:
+            while self._capture.is_full(grant.view.arena.num_slots):
+                if not wait.pause():
+                    return Skip.copying()
+            cached = self._planner.lookup(version.step)
+            self._capture.begin(grant.view, grant.slot, version, cached, inexact=inexact)
+        except Exception as error:
+            return Skip.failed(error)
+        return None
 
     def _publish(self, step: int) -> None:
         """Report through the arena that the `take` at `step` has the grant that it will use, or none."""
@@ -228,8 +173,7 @@ class Snapshotter:
         """Do what other threads reported since the last `take`: only this thread replaces plans and arenas."""
         notices, view = self._reporter.take_notices(), self._memory.view
         if notices.diverged:
-            self._replication.exclude(notices.diverged)
-            self._plans.outdate()  # The next layout has these paths as this rank's own.
+            self._planner.exclude(notices.diverged)
         if notices.arena_refused:
             self._memory.replace(before=self._capture.drain)
         if view is None:
@@ -239,17 +183,14 @@ class Snapshotter:
             view.forget_layouts()
         outgrown = self._capture.take_outgrown()
         if outgrown is not None and not view.arena.fits(outgrown.size):
-            need = arena_size.need_of(outgrown.plan, outgrown.size.values_bytes, [], self._replication.sharing)
+            need = self._planner.arena_for(outgrown.plan, outgrown.size.values_bytes)
             self._memory.grow(need, before=self._capture.drain)
 
     def _prepare_memory(self) -> None:
         """Prepare the arena in the background: restore() was never called."""
         if not self._memory.busy:
-            self._memory.request_behind(self._foresee(), before=lambda: None, after=self._report_loaded_once)
-
-    def _report_loaded_once(self) -> None:
-        if not self._rank.restored:
-            self._link.report_loaded(None)
+            size = self._planner.forecast().size
+            self._memory.request_behind(size, before=self._capture.drain, after=self._link.ensure_loaded)
 
     def _is_inexact(self, stepped: bool) -> bool:
         """Between accumulation steps gradients are part of the state, and they are not in the snapshot."""
@@ -280,7 +221,7 @@ class Snapshotter:
         self._fence.close()
         self._link.close(finished=finished)
         self._memory.close()
-        self._plans.close()
+        self._planner.close()
         _open_here.discard(self._key)
         self._reporter.close()
 

@@ -384,7 +384,7 @@ def test_state_that_grows_at_every_step_outgrows_its_arena_and_is_kept_again(run
 
 def test_tensors_may_appear_vanish_and_change_between_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     state: dict[str, Any] = {"a": noise((300, 300), torch.float32), "b": noise((4,), torch.float32), "list": []}
-    monkeypatch.setattr("keepstep.trainer.snapshotter.SMALL_BYTES", 0)
+    monkeypatch.setattr("keepstep.trainer.plan.state_planner.SMALL_BYTES", 0)
     snapshots = run.begin({"plain": state})
     snapshots.restore()
     changes: list[Callable[[], object]] = [

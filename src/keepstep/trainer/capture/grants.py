@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep.arena.records import LATER_STEP, NO_GRANT, NO_KEEPER, NO_MEMORY, SEALING, Grant
+from keepstep.arena.records import COPYING, FAILED, LATER_STEP, NO_GRANT, NO_KEEPER, NO_MEMORY, SEALING
 from keepstep.trainer.capture.take_wait import TakeWait
 from keepstep.trainer.connection.keeper_link import KeeperLink
+from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.rank_arena import PREPARING, RankArena
 
 
@@ -21,10 +22,31 @@ class Skip:
     kind: str
     reason: str
 
+    @classmethod
+    def copying(cls) -> Skip:
+        return cls(COPYING, "the snapshot before it is still being copied")
+
+    @classmethod
+    def failed(cls, error: Exception) -> Skip:
+        return cls(FAILED, str(error) or repr(error))
+
     @property
     def is_passing(self) -> bool:
         """Whether a grant for this very step may follow."""
         return self.kind in (SEALING, NO_GRANT)
+
+
+@dataclass(frozen=True)
+class SlotGrant:
+    """The slot that a `take` may write."""
+
+    view: ArenaView
+    slot: int
+    serial: int
+
+    @property
+    def arena_id(self) -> str:
+        return self.view.arena.arena_id
 
 
 class GrantReader:
@@ -35,7 +57,7 @@ class GrantReader:
         # Arena and serial of the last grant that was used.
         self._used = ("", 0)
 
-    def next(self, step: int) -> Grant | Skip:
+    def next(self, step: int) -> SlotGrant | Skip:
         """Return the grant for a `take` at `step`. It stays unused until `use`."""
         view = self._memory.view
         if view is None or self._memory.busy:
@@ -49,21 +71,21 @@ class GrantReader:
             return self._no_keeper() or Skip(SEALING, "not granted: the last snapshot is still being sealed")
         if step < grant.step:
             return Skip(LATER_STEP, f"not granted: the next snapshot is at step {grant.step}")
-        return grant
+        return SlotGrant(view, grant.slot, grant.serial)
 
-    def wait(self, step: int, wait: TakeWait) -> Grant | Skip:
+    def wait(self, step: int, wait: TakeWait) -> SlotGrant | Skip:
         """Wait until there is a grant for `step`, or there will be none for it, or `wait` is over.
 
         Meanwhile the published progress must be below `step`: the keeper grants steps that no rank has reached.
         """
         while True:
             grant = self.next(step)
-            if isinstance(grant, Grant) or not grant.is_passing or not wait.pause():
+            if isinstance(grant, SlotGrant) or not grant.is_passing or not wait.pause():
                 return grant
 
-    def use(self, grant: Grant, arena_id: str) -> None:
+    def use(self, grant: SlotGrant) -> None:
         """Mark a grant as used: it is committed or voided, and never returned again."""
-        self._used = (arena_id, grant.serial)
+        self._used = (grant.arena_id, grant.serial)
 
     def _no_keeper(self) -> Skip | None:
         if self._link.up:

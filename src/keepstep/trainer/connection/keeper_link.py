@@ -44,6 +44,8 @@ from keepstep.control.messages import (
 from keepstep.control.spawn import START_S, start_keeper
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
+from keepstep.trainer.connection.agreement import meet_if_needed
+from keepstep.trainer.connection.environment import RankPlace, registration
 from keepstep.types import Incarnation, Status, Version
 
 log = logging.getLogger("keepstep")
@@ -112,6 +114,13 @@ class KeeperLink:
         self._outcomes: list[Committed | Void] = []
         self.memory = HeldMemory(membership, request_timeout_s=REQUEST_S)
 
+    @classmethod
+    def for_trainer(cls, identity: Identity, config: Config, place: RankPlace, state: RankState) -> KeeperLink:
+        """Make the link of this process; where they must, the trainers of all nodes agree on an incarnation first."""
+        agreed = meet_if_needed(identity, config, place)
+        register = registration(config, place, agreed.incarnation if agreed else None)
+        return cls(identity, config, register, state, agreed.membership if agreed else None)
+
     @property
     def incarnation(self) -> Incarnation:
         """The incarnation of the job that this trainer belongs to, for as long as it lives."""
@@ -178,6 +187,11 @@ class KeeperLink:
         """Report that this rank is ready for the first step; returns when all ranks are."""
         self.request(Loaded(step), Done, timeout_s=RESTORE_S)
         self._state.restored = True
+
+    def ensure_loaded(self) -> None:
+        """Report that this rank starts without a version, unless it has reported already."""
+        if not self._state.restored:
+            self.report_loaded(None)
 
     def status(self) -> Status:
         answer, _ = self.request(WantStatus(), StatusIs, timeout_s=REQUEST_S)

@@ -356,14 +356,5 @@ def _storages(tensors: list[torch.Tensor]) -> set[int]:
 
 def reshard(module: torch.nn.Module) -> None:
     """FSDP2 computes with stale weights when shards are written while a module is unsharded."""
-    for part in sharded_modules(module):
+    for part in s.sharded_modules(module):
         part.reshard()
-
-
-def sharded_modules(module: torch.nn.Module) -> list[Any]:
-    """The modules under `module` that FSDP2 manages."""
-    if not torch.distributed.is_available():
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]

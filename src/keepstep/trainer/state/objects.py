@@ -121,3 +121,12 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = inner
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
+
+
+def sharded_modules(module: torch.nn.Module) -> list[Any]:
+    """The modules under `module` that FSDP2 manages."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
