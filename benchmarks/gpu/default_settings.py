@@ -1,0 +1,362 @@
+"""Snapshots at default settings, as users write the loop: how many of those asked for are taken, and what they cost.
+
+    PYTHONPATH=.carry python3 benchmarks/gpu/default_settings.py --tree src --tree before=OTHER/src --out out.json
+    python benchmarks/gpu/default_settings.py --tree src --device cpu       small, to see that it runs
+
+Uses keepstep's public API only, so that any two versions can be measured side by side in one run. For each tree, three
+processes in this order:
+
+first     a first start: when `restore()` returns, when snapshots begin, what the first steps cost; then a snapshot at
+          every 2nd step in a loop that never waits for its device; killed at its end
+again     restores what `first` left; then the same in a loop that reads its loss one step late
+every     four slots and a snapshot at every step
+
+Lost time is that of a block with snapshots against the blocks without around it, in one process. The floor is a copy of
+the same bytes to page-locked memory at the same steps, with nothing that depends on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+TOY = {"width": 64, "layers": 2, "heads": 2, "vocab": 256, "context": 32, "batch": 2}
+BOX_S = 170.0  # for one process; a hang of one must not cost the rest
+READY_S = 60.0  # snapshots must have begun by then
+RING_BYTES = 4 << 30
+PIECE_BYTES = 64 << 20
+RUN_ID = "default-settings"
+
+
+class Loop:
+    """A training loop, timed in blocks: the device is synchronised only at the ends of a block."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+        from measuring import Device
+        from sizes import H200, GptSize
+        from workloads import Gpt, _batches, _loss
+
+        size = GptSize(**TOY) if options.toy else H200.gpt
+        self.torch, self.device, self.late_loss = torch, Device(options.device), options.late_loss
+        torch.manual_seed(0)
+        with torch.device(options.device):
+            self.model = Gpt(size)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self._batches, self._loss, self._last = _batches(size, options.device), _loss, None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self) -> None:
+        batch = next(self._batches)
+        with self.torch.autocast(self.device.kind, dtype=self.torch.bfloat16):
+            loss = self._loss(self.model(batch), batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.late_loss and self._last is not None:
+            self._last.item()
+        self._last = loss.detach()
+
+    def block(self, num_steps: int, after: Callable[[int], object] = lambda index: None) -> dict[str, Any]:
+        """Run steps, `after` each with its index. Returns the wall time and the device's time of each step."""
+        self.device.synchronize()
+        marks, called_s = [self.device.mark()], []
+        start = time.perf_counter()
+        for index in range(num_steps):
+            self.step()
+            before = time.perf_counter()
+            after(index)
+            called_s.append(time.perf_counter() - before)
+            marks.append(self.device.mark())
+        self.device.synchronize()
+        return {
+            "steps": num_steps,
+            "wall_s": time.perf_counter() - start,
+            "step_s": self.device.seconds(marks),
+            "called_s": called_s,
+        }
+
+    def tensors(self) -> list[Any]:
+        kept = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        return [*(p.detach() for p in self.model.parameters()), *(v for v in kept if self.torch.is_tensor(v))]
+
+
+class FreeCopy:
+    """Copies the state to page-locked memory on a stream of its own: the floor of any snapshot."""
+
+    def __init__(self, loop: Loop) -> None:
+        torch = loop.torch
+        self._torch, self._cuda = torch, loop.device.is_cuda
+        self._ring = torch.empty(min(RING_BYTES, 64 << 20) if not self._cuda else RING_BYTES, dtype=torch.uint8,
+                                 pin_memory=self._cuda)  # fmt: skip
+        self._stream = torch.cuda.Stream() if self._cuda else None
+        self._sources = [tensor.reshape(-1).view(torch.uint8) for tensor in loop.tensors() if tensor.is_cuda]
+
+    def start(self) -> None:
+        if self._stream is None:
+            return
+        self._stream.wait_stream(self._torch.cuda.current_stream())
+        at = 0
+        with self._torch.cuda.stream(self._stream):
+            for source in self._sources:
+                for begin in range(0, source.numel(), PIECE_BYTES):
+                    piece = source[begin : begin + PIECE_BYTES]
+                    at = 0 if at + piece.numel() > self._ring.numel() else at
+                    self._ring[at : at + piece.numel()].copy_(piece, non_blocking=True)
+                    at += piece.numel()
+
+
+class Takes:
+    """Every `take`, and what became of it."""
+
+    def __init__(self, snapshots: Any, first_step: int) -> None:
+        self.snapshots, self.step, self.pending = snapshots, first_step, []
+
+    def after(self, every: int) -> Callable[[int], object]:
+        def take(index: int) -> None:
+            self.step += 1
+            if (index + 1) % every == 0:
+                self.pending.append(self.snapshots.take(self.step))
+
+        return take
+
+    def settle(self) -> dict[str, Any]:
+        pending, self.pending = self.pending, []
+        deadline = time.perf_counter() + 20
+        for one in pending:
+            one.wait(timeout_s=max(0.0, deadline - time.perf_counter()))
+        reasons = Counter("".join("#" if c.isdigit() else c for c in one.reason) for one in pending if one.skipped)
+        complete = sum(one.survives.name != "NOTHING" for one in pending)
+        return {"asked": len(pending), "complete": complete, "skipped": dict(reasons.most_common(5))}
+
+
+def lost_ms(block: dict[str, Any], alone: list[dict[str, Any]]) -> float:
+    """Per snapshot."""
+    per_step = sum(b["wall_s"] for b in alone) / sum(b["steps"] for b in alone)
+    return 1000 * (block["wall_s"] - block["steps"] * per_step) / max(1, block["snapshots"])
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return call(), time.perf_counter() - start
+
+
+def child(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    if options.device == "cuda":
+        torch.zeros((), device="cuda")
+    else:
+        torch.set_num_threads(1)
+    import keepstep
+
+    loop = Loop(options)
+    before = loop.block(options.alone_steps) if options.scenario == "first" else None
+    snapshots, construct_s = timed(lambda: keepstep.Snapshotter(loop.state))
+    restored, restore_s = timed(snapshots.restore)
+    found: dict[str, Any] = {"construct_s": construct_s, "restore_s": restore_s, "restored": None}
+    if restored is not None:
+        found["restored"] = {"step": restored.step, "duration_s": restored.duration_s, "bytes": restored.bytes}
+    takes = Takes(snapshots, restored.step if restored else 0)
+    found.update(first_steps(loop, takes, options, before))
+    blocks, alone = [], [loop.block(options.alone_steps)]
+    for _ in range(options.rounds):
+        block = loop.block(options.steps, takes.after(options.every))
+        block["snapshots"] = options.steps // options.every
+        block.update(takes.settle())
+        blocks.append(block)
+        alone.append(loop.block(options.alone_steps))
+    copy = FreeCopy(loop)
+    floor = loop.block(options.steps, lambda index: copy.start() if (index + 1) % options.every == 0 else None)
+    floor["snapshots"] = options.steps // options.every
+    alone.append(loop.block(options.alone_steps))
+    found["rounds"] = [
+        {
+            "asked": block["asked"],
+            "complete": block["complete"],
+            "skipped": block["skipped"],
+            "lost_ms": lost_ms(block, alone[index : index + 2]),
+            "take_ms": 1000 * statistics.median(block["called_s"][options.every - 1 :: options.every]),
+        }
+        for index, block in enumerate(blocks)
+    ]
+    found["floor_ms"] = lost_ms(floor, alone[-2:])
+    found["alone_step_s"] = sum(b["wall_s"] for b in alone) / sum(b["steps"] for b in alone)
+    found["state_bytes"] = sum(tensor.nbytes for tensor in loop.tensors())
+    found["status"] = json.loads(json.dumps(snapshots.status(), default=str)) if options.status else None
+    if options.scenario != "first":
+        snapshots.close()
+    return found
+
+
+def first_steps(loop: Loop, takes: Takes, options: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
+    """Until the first snapshot is taken, at the cadence of the run; and every one from there for ten more."""
+    start, num_steps, reasons = time.perf_counter(), 0, Counter()
+    begun_s = None
+    while time.perf_counter() - start < READY_S:
+        takes.step += 1
+        num_steps += 1
+        loop.step()
+        if num_steps % options.every:
+            continue
+        pending = takes.snapshots.take(takes.step)
+        if not pending.skipped:
+            begun_s = time.perf_counter() - start
+            takes.pending.append(pending)
+            break
+        reasons["".join("#" if c.isdigit() else c for c in pending.reason)] += 1
+    loop.device.synchronize()
+    waited_s = time.perf_counter() - start
+    block = loop.block(options.steps, takes.after(options.every))
+    block["snapshots"] = options.steps // options.every
+    found = {
+        "until_first_snapshot": {"steps": num_steps, "s": begun_s, "wall_s": waited_s, "skipped": dict(reasons)},
+        "first_round": {**takes.settle(), "step_s": block["step_s"]},
+    }
+    if before is not None:
+        found["before_step_s"] = before["wall_s"] / before["steps"]
+        found["until_first_snapshot"]["step_s"] = waited_s / num_steps
+    return found
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "first": {"every": 2, "late_loss": False, "kill": True},
+    "again": {"every": 2, "late_loss": True, "kill": False},
+    "every": {"every": 1, "late_loss": False, "kill": False, "environ": {"KEEPSTEP_ARENA_SLOTS": "4"}},
+}
+
+
+def run_tree(name: str, path: Path, options: argparse.Namespace, out: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory(prefix="ks-", dir="/tmp") as runtime:
+        base = {
+            **os.environ, "KEEPSTEP_RUN_ID": RUN_ID, "KEEPSTEP_NODE_ID": "node", "KEEPSTEP_RUNTIME_DIR": runtime,
+            "PYTHONPATH": os.pathsep.join([str(path.resolve()), os.environ.get("PYTHONPATH", "")]),
+            "KEEPSTEP_KEEPER_LEASE_S": "60",
+        }  # fmt: skip
+        for scenario in options.only or SCENARIOS:
+            if options.deadline - time.monotonic() < 30:
+                out.setdefault(name, {})[scenario] = {"error": "no time was left"}
+                continue
+            what = SCENARIOS[scenario]
+            environ = {**base, **what.get("environ", {})}
+            if scenario == "every":
+                environ["KEEPSTEP_RUN_ID"] = RUN_ID + "-every"
+            out.setdefault(name, {})[scenario] = run_child(scenario, what, environ, options)
+            print(f"{name} {scenario}: {summary(out[name][scenario])}", flush=True)
+        for run_id in (RUN_ID, RUN_ID + "-every"):
+            release = [sys.executable, "-m", "keepstep.cli.main", "release", "--run-id", run_id, "--force"]
+            subprocess.run(release, env=base, capture_output=True, timeout=60, check=False)
+
+
+def run_child(
+    scenario: str, what: dict[str, Any], environ: dict[str, str], options: argparse.Namespace
+) -> dict[str, Any]:
+    read, write = os.pipe()
+    command = [
+        sys.executable, __file__, "--child", scenario, "--device", options.device, "--answer", str(write),
+        "--rounds", str(options.rounds),
+    ]  # fmt: skip
+    command += ["--toy"] if options.toy else []
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, env=environ, pass_fds=[write], stderr=errors, start_new_session=True)
+        os.close(write)
+        box_s = max(10.0, min(BOX_S, options.deadline - time.monotonic()))
+        killer = threading_timer(box_s, lambda: os.killpg(process.pid, signal.SIGKILL))
+        with os.fdopen(read, "rb") as pipe:
+            text = pipe.read()  # ends when the child does, which kills itself where the scenario says so
+        process.wait()
+        killer.cancel()
+        errors.seek(0)
+        said = errors.read().decode(errors="replace")[-1500:]
+    return json.loads(text) if text else {"error": said or "no answer in time"}
+
+
+def threading_timer(seconds: float, call: Callable[[], object]) -> Any:
+    import threading
+
+    timer = threading.Timer(seconds, call)
+    timer.start()
+    return timer
+
+
+def summary(found: dict[str, Any]) -> str:
+    if "error" in found:
+        return found["error"].strip().splitlines()[-1]
+    first, until = found["first_round"], found["until_first_snapshot"]
+    lines = [
+        f"Snapshotter() {found['construct_s']:.2f} s, restore() {found['restore_s']:.2f} s"
+        + (f" (step {found['restored']['step']})" if found["restored"] else " (first start)"),
+        f"  first snapshot after {until['s'] or -1:.1f} s, {until['steps']} steps, skipped {until['skipped']}"
+        + (f", step {until['step_s']:.3f} s beside {found['before_step_s']:.3f}" if "step_s" in until else ""),
+        f"  first round {first['complete']} of {first['asked']} complete, skipped {first['skipped']}",
+    ]
+    for b in found["rounds"]:
+        lines.append(
+            f"  {b['complete']} of {b['asked']}, lost {b['lost_ms']:.1f} ms each (floor {found['floor_ms']:.1f}), "
+            f"take {b['take_ms']:.1f} ms, step {found['alone_step_s']:.3f} s, skipped {b['skipped']}"
+        )
+    return "\n".join(lines)
+
+
+def trees_of(options: argparse.Namespace) -> Iterator[tuple[str, Path]]:
+    for text in options.tree:
+        name, _, path = text.rpartition("=")
+        yield name or "now", Path(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", action="append", default=[], help="[NAME=]PATH to the src of a version")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--toy", action="store_true", help="small sizes; implied on the cpu")
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=[])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", default="")
+    parser.add_argument("--child", choices=SCENARIOS, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.toy = options.toy or options.device == "cpu"
+    options.steps, options.alone_steps = (20, 10) if options.toy else (60, 20)
+    options.status = True
+    if options.child:
+        options.scenario = options.child
+        options.every, options.late_loss = SCENARIOS[options.child]["every"], SCENARIOS[options.child]["late_loss"]
+        if options.every == 1 and not options.toy:
+            options.steps = 30
+        found = child(options)
+        os.write(options.answer, json.dumps(found).encode())
+        if SCENARIOS[options.child]["kill"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+    options.deadline = time.monotonic() + 60 * options.minutes
+    out: dict[str, Any] = {}
+    for name, path in trees_of(options):
+        run_tree(name, path, options, out)
+    if options.out:
+        import torch
+
+        device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+        about = {"commit": options.commit, "device": device, "torch": torch.__version__, "cores": os.cpu_count(),
+                 "command": " ".join(sys.argv)}  # fmt: skip
+        Path(options.out).write_text(json.dumps({"about": about, "trees": out}, indent=1) + "\n", encoding="utf-8")
+    return int(any("error" in scenario for tree in out.values() for scenario in tree.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
