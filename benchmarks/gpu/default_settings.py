@@ -25,16 +25,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 TOY = {"width": 64, "layers": 2, "heads": 2, "vocab": 256, "context": 32, "batch": 2}
-BOX_S = 170.0  # for one process; a hang of one must not cost the rest
+BOX_S = 150.0  # for one process; a hang of one must not cost the rest
 READY_S = 60.0  # snapshots must have begun by then
-RING_BYTES = 4 << 30
+WARM_STEPS = 8  # the first ones load kernels
 PIECE_BYTES = 64 << 20
 RUN_ID = "default-settings"
 
@@ -96,28 +99,26 @@ class Loop:
 
 
 class FreeCopy:
-    """Copies the state to page-locked memory on a stream of its own: the floor of any snapshot."""
+    """Copies as many bytes as the state has to page-locked memory, on a stream of its own: the floor of a snapshot.
 
-    def __init__(self, loop: Loop) -> None:
+    From one buffer in large pieces, so that queueing the copies costs the training thread nothing.
+    """
+
+    def __init__(self, loop: Loop, size_bytes: int) -> None:
         torch = loop.torch
         self._torch, self._cuda = torch, loop.device.is_cuda
-        self._ring = torch.empty(min(RING_BYTES, 64 << 20) if not self._cuda else RING_BYTES, dtype=torch.uint8,
-                                 pin_memory=self._cuda)  # fmt: skip
+        self._num_copies = max(1, size_bytes // PIECE_BYTES)
+        self._source = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=loop.device.kind)
+        self._target = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._cuda)
         self._stream = torch.cuda.Stream() if self._cuda else None
-        self._sources = [tensor.reshape(-1).view(torch.uint8) for tensor in loop.tensors() if tensor.is_cuda]
 
     def start(self) -> None:
         if self._stream is None:
             return
         self._stream.wait_stream(self._torch.cuda.current_stream())
-        at = 0
         with self._torch.cuda.stream(self._stream):
-            for source in self._sources:
-                for begin in range(0, source.numel(), PIECE_BYTES):
-                    piece = source[begin : begin + PIECE_BYTES]
-                    at = 0 if at + piece.numel() > self._ring.numel() else at
-                    self._ring[at : at + piece.numel()].copy_(piece, non_blocking=True)
-                    at += piece.numel()
+            for _ in range(self._num_copies):
+                self._target.copy_(self._source, non_blocking=True)
 
 
 class Takes:
@@ -165,6 +166,8 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
     import keepstep
 
     loop = Loop(options)
+    if options.scenario == "first":
+        loop.block(WARM_STEPS)
     before = loop.block(options.alone_steps) if options.scenario == "first" else None
     snapshots, construct_s = timed(lambda: keepstep.Snapshotter(loop.state))
     restored, restore_s = timed(snapshots.restore)
@@ -173,63 +176,63 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
         found["restored"] = {"step": restored.step, "duration_s": restored.duration_s, "bytes": restored.bytes}
     takes = Takes(snapshots, restored.step if restored else 0)
     found.update(first_steps(loop, takes, options, before))
-    blocks, alone = [], [loop.block(options.alone_steps)]
-    for _ in range(options.rounds):
-        block = loop.block(options.steps, takes.after(options.every))
-        block["snapshots"] = options.steps // options.every
-        block.update(takes.settle())
-        blocks.append(block)
-        alone.append(loop.block(options.alone_steps))
-    copy = FreeCopy(loop)
-    floor = loop.block(options.steps, lambda index: copy.start() if (index + 1) % options.every == 0 else None)
-    floor["snapshots"] = options.steps // options.every
+    alone = [loop.block(options.alone_steps)]
+    block = loop.block(options.steps, takes.after(options.every))
+    block["snapshots"] = options.steps // options.every
+    found["steady"] = {
+        **takes.settle(),
+        "take_ms": 1000 * statistics.median(block["called_s"][options.every - 1 :: options.every]),
+        "wall_s": block["wall_s"],
+    }
     alone.append(loop.block(options.alone_steps))
-    found["rounds"] = [
-        {
-            "asked": block["asked"],
-            "complete": block["complete"],
-            "skipped": block["skipped"],
-            "lost_ms": lost_ms(block, alone[index : index + 2]),
-            "take_ms": 1000 * statistics.median(block["called_s"][options.every - 1 :: options.every]),
-        }
-        for index, block in enumerate(blocks)
-    ]
-    found["floor_ms"] = lost_ms(floor, alone[-2:])
-    found["alone_step_s"] = sum(b["wall_s"] for b in alone) / sum(b["steps"] for b in alone)
+    found["steady"]["lost_ms"] = lost_ms(block, alone)
     found["state_bytes"] = sum(tensor.nbytes for tensor in loop.tensors())
-    found["status"] = json.loads(json.dumps(snapshots.status(), default=str)) if options.status else None
+    if options.floor:
+        copy = FreeCopy(loop, found["state_bytes"])
+        floor = loop.block(options.steps, lambda index: copy.start() if (index + 1) % options.every == 0 else None)
+        floor["snapshots"] = options.steps // options.every
+        alone.append(loop.block(options.alone_steps))
+        found["floor_ms"] = lost_ms(floor, alone[1:])
+    found["alone_step_s"] = sum(b["wall_s"] for b in alone) / sum(b["steps"] for b in alone)
+    found["status"] = json.loads(msgspec.json.encode(snapshots.status()))
     if options.scenario != "first":
         snapshots.close()
     return found
 
 
 def first_steps(loop: Loop, takes: Takes, options: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
-    """Until the first snapshot is taken, at the cadence of the run; and every one from there for ten more."""
-    start, num_steps, reasons = time.perf_counter(), 0, Counter()
-    begun_s = None
-    while time.perf_counter() - start < READY_S:
+    """From `restore()` on, at the cadence of the run: until the first snapshot begins, and one round from there.
+
+    The device is never waited for in between: that would put the loop in step with it.
+    """
+    start, every = time.perf_counter(), options.every
+    reasons: Counter[str] = Counter()
+    begun_s, begun_step, num_steps, marks = None, 0, 0, [loop.device.mark()]
+    while (begun_s is None and time.perf_counter() - start < READY_S) or num_steps < begun_step + options.steps:
         takes.step += 1
         num_steps += 1
         loop.step()
-        if num_steps % options.every:
+        marks.append(loop.device.mark())
+        if num_steps % every:
             continue
         pending = takes.snapshots.take(takes.step)
-        if not pending.skipped:
-            begun_s = time.perf_counter() - start
+        if begun_s is None and not pending.skipped:
+            begun_s, begun_step = time.perf_counter() - start, num_steps
+        if begun_s is None:
+            reasons["".join("#" if c.isdigit() else c for c in pending.reason)] += 1
+        else:
             takes.pending.append(pending)
-            break
-        reasons["".join("#" if c.isdigit() else c for c in pending.reason)] += 1
     loop.device.synchronize()
-    waited_s = time.perf_counter() - start
-    block = loop.block(options.steps, takes.after(options.every))
-    block["snapshots"] = options.steps // options.every
-    found = {
-        "until_first_snapshot": {"steps": num_steps, "s": begun_s, "wall_s": waited_s, "skipped": dict(reasons)},
-        "first_round": {**takes.settle(), "step_s": block["step_s"]},
-    }
+    step_s = loop.device.seconds(marks)
+    waiting = step_s[: begun_step or num_steps]
+    found: dict[str, Any] = {
+        "until_first_snapshot": {
+            "steps": begun_step, "s": begun_s, "skipped": dict(reasons), "step_s": sum(waiting) / len(waiting),
+        },
+        "first_round": {**takes.settle(), "step_s": sum(step_s[begun_step:]) / max(1, num_steps - begun_step)},
+    }  # fmt: skip
     if before is not None:
         found["before_step_s"] = before["wall_s"] / before["steps"]
-        found["until_first_snapshot"]["step_s"] = waited_s / num_steps
     return found
 
 
@@ -268,14 +271,15 @@ def run_child(
     read, write = os.pipe()
     command = [
         sys.executable, __file__, "--child", scenario, "--device", options.device, "--answer", str(write),
-        "--rounds", str(options.rounds),
     ]  # fmt: skip
+    command += ["--floor"] if options.floor and scenario == "first" else []
     command += ["--toy"] if options.toy else []
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, env=environ, pass_fds=[write], stderr=errors, start_new_session=True)
         os.close(write)
         box_s = max(10.0, min(BOX_S, options.deadline - time.monotonic()))
-        killer = threading_timer(box_s, lambda: os.killpg(process.pid, signal.SIGKILL))
+        killer = threading.Timer(box_s, lambda: os.killpg(process.pid, signal.SIGKILL))
+        killer.start()
         with os.fdopen(read, "rb") as pipe:
             text = pipe.read()  # ends when the child does, which kills itself where the scenario says so
         process.wait()
@@ -285,31 +289,23 @@ def run_child(
     return json.loads(text) if text else {"error": said or "no answer in time"}
 
 
-def threading_timer(seconds: float, call: Callable[[], object]) -> Any:
-    import threading
-
-    timer = threading.Timer(seconds, call)
-    timer.start()
-    return timer
-
-
 def summary(found: dict[str, Any]) -> str:
     if "error" in found:
-        return found["error"].strip().splitlines()[-1]
-    first, until = found["first_round"], found["until_first_snapshot"]
-    lines = [
-        f"Snapshotter() {found['construct_s']:.2f} s, restore() {found['restore_s']:.2f} s"
-        + (f" (step {found['restored']['step']})" if found["restored"] else " (first start)"),
-        f"  first snapshot after {until['s'] or -1:.1f} s, {until['steps']} steps, skipped {until['skipped']}"
-        + (f", step {until['step_s']:.3f} s beside {found['before_step_s']:.3f}" if "step_s" in until else ""),
-        f"  first round {first['complete']} of {first['asked']} complete, skipped {first['skipped']}",
-    ]
-    for b in found["rounds"]:
-        lines.append(
-            f"  {b['complete']} of {b['asked']}, lost {b['lost_ms']:.1f} ms each (floor {found['floor_ms']:.1f}), "
-            f"take {b['take_ms']:.1f} ms, step {found['alone_step_s']:.3f} s, skipped {b['skipped']}"
-        )
-    return "\n".join(lines)
+        return str(found["error"]).strip().splitlines()[-1]
+    first, until, steady = found["first_round"], found["until_first_snapshot"], found["steady"]
+    begun = f"{until['s'] or -1:.1f} s, {until['steps']} steps of {until['step_s']:.4f} s"
+    restored = f" (step {found['restored']['step']})" if found["restored"] else " (first start)"
+    alone = f", alone {found['before_step_s']:.4f}" if "before_step_s" in found else ""
+    floor = f" (floor {found['floor_ms']:.1f})" if "floor_ms" in found else ""
+    return "\n".join(
+        [
+            f"Snapshotter() {found['construct_s']:.2f} s, restore() {found['restore_s']:.2f} s{restored}",
+            f"  first snapshot after {begun}{alone}, skipped {until['skipped']}",
+            f"  first round {first['complete']} of {first['asked']} complete, skipped {first['skipped']}",
+            f"  steady {steady['complete']} of {steady['asked']}, lost {steady['lost_ms']:.1f} ms each{floor}, "
+            f"take {steady['take_ms']:.1f} ms, step {found['alone_step_s']:.4f} s, skipped {steady['skipped']}",
+        ]
+    )
 
 
 def trees_of(options: argparse.Namespace) -> Iterator[tuple[str, Path]]:
@@ -324,7 +320,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--toy", action="store_true", help="small sizes; implied on the cpu")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=[])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--floor", action="store_true", help="measure the floor, in the first tree's first scenario")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", default="")
@@ -332,8 +328,7 @@ def main() -> int:
     parser.add_argument("--answer", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.toy = options.toy or options.device == "cpu"
-    options.steps, options.alone_steps = (20, 10) if options.toy else (60, 20)
-    options.status = True
+    options.steps, options.alone_steps = (20, 10) if options.toy else (60, 12)
     if options.child:
         options.scenario = options.child
         options.every, options.late_loss = SCENARIOS[options.child]["every"], SCENARIOS[options.child]["late_loss"]
@@ -348,6 +343,7 @@ def main() -> int:
     out: dict[str, Any] = {}
     for name, path in trees_of(options):
         run_tree(name, path, options, out)
+        options.floor = False
     if options.out:
         import torch
 
