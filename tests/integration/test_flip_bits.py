@@ -22,7 +22,7 @@ import keepstep
 from keepstep.arena import records as h
 from keepstep.arena.records import PAGE
 from keepstep.arena.slots import DIGEST_BYTES, GRANT_PAGE, LEDGER_PAGE, PROGRESS_PAGE, Arena
-from keepstep.config import Config
+from keepstep.config import ArenaConfig, Config
 from keepstep.control.messages import Done, Release
 from keepstep.launcher.keeper_supervisor import KeeperSupervisor
 from keepstep.testing.run import LocalRun, wait_until
@@ -65,7 +65,7 @@ class Case:
     @contextmanager
     def life(self, *, finished: bool = False) -> Iterator[tuple[Training, keepstep.Snapshotter]]:
         training = Training()
-        snapshots = keepstep.Snapshotter(training.state, self.run.config(rng=False))
+        snapshots = keepstep.Snapshotter(training.state, self.run.config(rng=False, arena=ArenaConfig(slots=2)))
         try:
             yield training, snapshots
         finally:
