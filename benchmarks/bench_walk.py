@@ -27,7 +27,7 @@ from rich.table import Table
 import keepstep
 from keepstep.config import TakeConfig
 from keepstep.testing.run import LocalRun
-from keepstep.trainer import snapshotter
+from keepstep.trainer.plan import state_planner
 from keepstep.trainer.plan.plan_cache import SETTLED_AFTER
 
 TARGET_S = 0.5e-6
@@ -60,7 +60,7 @@ def measure(parameters: int, snapshots: int, *, unstable: bool) -> dict[str, Any
     training, junk = Training(parameters), torch.zeros(30_000_000)
     took: list[float] = []
     asked: list[float] = []
-    snapshotter.SMALL_BYTES = 0  # every tensor is copied behind `take`
+    state_planner.SMALL_BYTES = 0  # every tensor is copied behind `take`
     with LocalRun() as run:
         config = run.config(take=TakeConfig(fingerprint="off"))
         with keepstep.Snapshotter(training.state, config) as keeper:

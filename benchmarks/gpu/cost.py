@@ -82,7 +82,7 @@ class Saver:
     def split(self) -> dict[str, Any]:
         """What is staged at this moment of each snapshot, by device; empty where nothing is split."""
         lanes = getattr(getattr(getattr(self.snapshots, "_capture", None), "lanes", None), "_lanes", {})
-        return {str(device): vars(lane.split) for device, lane in lanes.items()}
+        return {str(device): vars(getattr(lane, "policy", None) or lane.split) for device, lane in lanes.items()}
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """The public object: `restore()` once, `take(step)` after each optimizer step, `close()` at the end.
 
-Saving never stops training: `take` returns a skipped PendingSnapshot with a reason where it cannot
-capture, and never raises for a fault of keepstep's. Restoring never guesses: `restore()` returns
-None only when there is truly nothing, and raises with a reason otherwise.
+Saving never stops training: `take` returns a skipped PendingSnapshot with a reason where it cannot capture, and never
+raises for a fault of keepstep's. Restoring never guesses: `restore()` returns None only when no version of this run was
+ever complete, and raises with a reason otherwise. The training thread alone calls into this object.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Snapshotter:
     # Restoring
 
     def restore(self, rehearsal: Callable[[], object] | None = None) -> Restored | None:
-        """Bring back the newest version that all ranks have; None on a first start.
+        """Restore the newest version that all ranks have; None on a first start.
 
         Call it once, on every rank, after model, optimizer, scheduler and loader exist and before the
-        first step. Memory for snapshots is prepared behind the first steps, and `take` skips until it
-        is ready; where it cannot be had, that is an error here. `rehearsal`: one throw-away forward and
+        first step. Memory for snapshots is prepared in the background, and `take` skips until it is
+        ready; a limit that forbids it is an error here. `rehearsal`: one throw-away forward and
         backward pass, run before the state is written, which makes DDP with three or more ranks exact.
         """
         self._check_open()
@@ -213,7 +213,7 @@ class Snapshotter:
         return self._link.status()
 
     def close(self, *, finished: bool = True) -> None:
-        """End. `finished`: the training is over; when all ranks say so the keeper gives the state up."""
+        """End. `finished`: training is over. When all ranks close so, the keeper frees the memory and ends."""
         if self._closed:
             return
         self._closed = True

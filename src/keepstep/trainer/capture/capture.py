@@ -1,12 +1,14 @@
-"""One snapshot: what is copied inside `take`, what behind it, and the commit, last.
+"""Capture of one snapshot: eager copies inside `take`, lazy copies after it, the commit last.
 
-    take (caller's thread)    header WRITING → layout, eager copies → gates armed → return
-    copy thread               lazy copies: of devices, queued (`leaving`); values; of the host, in place
-    commit thread             all has landed → samples compared → header COMMITTED → the keeper is told
+    take (training thread)    header WRITING → layout, eager copies → gates armed → return
+    copy thread               device copies queued; values encoded, plan validated; host copies
+    commit thread             copies complete → fingerprints compared → header COMMITTED → outcome reported
 
-The threads only move bytes with calls that release the GIL, and wait. A fault anywhere voids this
-snapshot and nothing else: the version before is in another slot. With three slots or more the next
-snapshot may begin while the end of this one is still on its way; they land and are committed in order.
+Invariants:
+- The threads copy with calls that release the GIL, and wait.
+- A fault anywhere voids this snapshot and nothing else: the previous version is in another slot.
+- With three slots or more the next snapshot may begin before this one is copied. They are committed in order.
+- Every capture that begins has one outcome: committed or voided.
 """
 
 from __future__ import annotations
@@ -50,14 +52,12 @@ from keepstep.types import Version
 log = logging.getLogger("keepstep")
 
 DRAIN_S = 600.0  # An arena is replaced only when no capture uses it: copies take this long at the very most.
-QUEUE_WAIT_S = 5.0
-"""that long a `take` waits for the copy thread to queue what there is to do, in the rare case that it must know"""
-MAX_READERS = 8
-"""threads that compare: all of a large state takes one of them seconds, and the next snapshot may have to wait"""
+QUEUE_WAIT_S = 5.0  # A `take` that must check for unfenced writes waits this long until fingerprints are queued.
+MAX_READERS = 8  # Threads that compare: one of them takes seconds for a large state, and the next snapshot may wait.
 
 
 def most_in_flight(num_slots: int) -> int:
-    """Captures whose bytes are on their way at once."""
+    """Return how many captures may be copied at the same time."""
     return 2 if num_slots >= 3 else 1
 
 
@@ -144,7 +144,7 @@ class Capture:
         return outgrown
 
     def is_full(self, num_slots: int) -> bool:
-        """Whether the next one must wait: there is no third slot, or what is copied now still reads live tensors.
+        """Whether the next capture must wait: there is no third slot, or the newest one still reads live tensors.
 
         An optimizer waits for the newest snapshot only.
         """
@@ -207,11 +207,11 @@ class Capture:
         raise CaptureError(f"the state has outgrown its arena ({size:,} bytes); a larger one is made")
 
     def _add_transfer(self, job: CaptureJob, device: torch.device) -> None:
-        """Copies of this device begin where its compute stream stands now."""
-        cargo = self._targets.transfer(job.targets, job.schedule, device)
+        """Plan the copies from one device. They begin at the current end of its compute stream."""
+        transfer_plan = self._targets.transfer(job.targets, job.schedule, device)
         staged = [pair for pair in job.staged if pair[1].device == device]
         checks = (partial(job.checks.compute_fingerprints, device), partial(job.checks.copy_fingerprints, device))
-        transfer = DeviceTransfer(self.lanes.of(device), cargo, staged, *checks)
+        transfer = DeviceTransfer(self.lanes.of(device), transfer_plan, staged, *checks)
         job.transfers.append(transfer)
         for owner in transfer.owners:
             job.gates[owner].wait_on_device.append(partial(transfer.wait_on_device, owner))
@@ -225,10 +225,10 @@ class Capture:
         if not silent:
             return
         if job.transfers and not self._fingerprints_queued(job, silent):
-            job.void = "an optimizer may have written before the devices had looked at what it owns"
+            job.void = "an optimizer may have written before fingerprints of its tensors were taken"
             return
-        unit = job.checks.changed_at_source(silent)
-        changed = f"{unit.path} changed without its optimizer's hook" if unit else ""
+        op = job.checks.changed_at_source(silent)
+        changed = f"{op.path} changed without its optimizer's hook" if op else ""
         if not job.checks:
             changed = "its samples were not taken"
         if changed:
@@ -237,7 +237,7 @@ class Capture:
                 self._fence.watched[index].untrusted_reason = changed
 
     def _fingerprints_queued(self, job: CaptureJob, silent: set[int]) -> bool:
-        """The copy thread may be waiting for its turn."""
+        """Wait until the copy thread has queued the fingerprints: it may be waiting for the previous snapshot."""
         for index in silent:
             job.gates[index].waited_for.set()
         return job.queued.wait(QUEUE_WAIT_S) and job.checks.fingerprints_queued
@@ -257,7 +257,7 @@ class Capture:
         try:
             self._queue.put(None, timeout=5)
         except queue.Full:
-            log.error("the copy thread is stuck; left behind")
+            log.error("the copy thread does not end; it is abandoned")
             return
         for thread in self._threads:
             thread.join(timeout=5)
@@ -325,7 +325,7 @@ class Capture:
         while (copied := self._copied.get()) is not None:
             job, reason = copied
             try:
-                reason = reason or self._land(job)
+                reason = reason or self._wait_for_copies(job)
                 if not reason:
                     self._commit(job)
             except Exception as error:
@@ -334,10 +334,10 @@ class Capture:
             if reason:
                 self.lanes.settle()
             whole = self._prepared.is_whole(job.plan)
-            if not reason and whole:  # the next one must not begin without
+            if not reason and whole:  # The next snapshot must not begin without them.
                 self._choose_checks(job, whole=True)
-            self._finish(job, reason)
-            if not reason and not whole:  # a sample may be missed now and then: the keeper can begin before it is drawn
+            self._report(job, reason)
+            if not reason and not whole:  # A sample may be missed: the keeper can begin before it is drawn.
                 self._choose_checks(job, whole=False)
             if not reason:
                 self._prepared.prepare_small(job.schedule)
@@ -347,57 +347,57 @@ class Capture:
             count = most_in_flight(job.view.arena.num_slots)
             self._prepared.choose(job.plan, job.schedule, count=count, whole=whole)
 
-    def _land(self, job: CaptureJob) -> str:
-        """Wait until all of it is there. Returns why the snapshot is void, if it is."""
+    def _wait_for_copies(self, job: CaptureJob) -> str:
+        """Wait for all copies, and compare them. Returns why the snapshot is void, if it is."""
         for transfer in job.transfers:
-            moved, took_s = transfer.finish()
-            self.spent.copied_bytes += moved
+            copied_bytes, took_s = transfer.finish()
+            self.spent.copied_bytes += copied_bytes
             self.spent.copy_s += took_s
         return job.void or next((g.broken for g in job.gates.values() if g.broken), "") or self._compare(job)
 
     def _compare(self, job: CaptureJob) -> str:
-        """What was seen at the source against what landed. Returns what is wrong."""
+        """Compare fingerprints and samples of the sources with the copies. Returns what is wrong."""
         job.plan.history.snapshots += 1
         if not job.checks:
             return ""
         faults.point("capture.compare")
         with self.lanes.aside():
-            unit = job.checks.changed_in_transit(job.view.payload(job.slot), self._over)
-            if unit is not None:
-                self._mark_violated(job, unit)
+            op = job.checks.changed_in_transit(job.view.payload(job.slot), self._map_on_readers)
+            if op is not None:
+                self._mark_violated(job, op)
         return job.void
 
-    def _over(self, look: Any, starts: Iterable[int]) -> Iterable[Any]:
+    def _map_on_readers(self, check: Any, starts: Iterable[int]) -> Iterable[Any]:
         try:
-            return self._readers.map(look, starts)
-        except RuntimeError:  # the interpreter ends and starts no threads any more: the last snapshot counts too
-            return map(look, starts)
+            return self._readers.map(check, starts)
+        except RuntimeError:  # The interpreter ends and starts no threads: the last snapshot is compared here.
+            return map(check, starts)
 
-    def _mark_violated(self, job: CaptureJob, unit: CopyOp | ParityOp) -> None:
-        names = [self._fence.watched[index].name for index in sorted(unit.owners)]
-        job.void = f"{unit.path} changed while it was copied: something writes it outside {', '.join(names)}.step()"
+    def _mark_violated(self, job: CaptureJob, op: CopyOp | ParityOp) -> None:
+        names = [self._fence.watched[index].name for index in sorted(op.owners)]
+        job.void = f"{op.path} changed while it was copied: something writes it outside {', '.join(names)}.step()"
         log.error("%s; it is copied inside take from now on", job.void)
-        for index in unit.owners:
+        for index in op.owners:
             self._fence.watched[index].untrusted_reason = job.void
 
     def _commit(self, job: CaptureJob) -> None:
-        """The last act: from here on the snapshot is whole."""
+        """Write COMMITTED, the last write of a snapshot: from here on it is valid without this process."""
         header = replace(job.header, state=h.COMMITTED)
-        prints = job.checks.encode()
-        if prints:
-            header = self._keep_prints(job, header, prints)
+        fingerprints = job.checks.encode()
+        if fingerprints:
+            header = self._write_fingerprints(job, header, fingerprints)
         job.view.arena.write_trainer_header(job.slot, header)
 
-    def _keep_prints(self, job: CaptureJob, header: TrainerHeader, prints: bytes) -> TrainerHeader:
-        """Behind the values, as far as there is room."""
+    def _write_fingerprints(self, job: CaptureJob, header: TrainerHeader, fingerprints: bytes) -> TrainerHeader:
+        """Write fingerprints after the values, as far as they fit."""
         span = job.view.arena.values_span(job.slot)
-        suffix = frame(prints, span.size_bytes - header.values_bytes)
+        suffix = frame(fingerprints, span.size_bytes - header.values_bytes)
         if not suffix:
             return header
         job.view.arena.segment.write(span.offset + header.values_bytes, suffix)
         return replace(header, flags=header.flags | h.PRINTS, values_bytes=header.values_bytes + len(suffix))
 
-    def _finish(self, job: CaptureJob, reason: str) -> None:
+    def _report(self, job: CaptureJob, reason: str) -> None:
         arena_id = job.view.arena.arena_id
         with self._reporting:
             self._in_flight.remove(job)
@@ -415,11 +415,11 @@ class _ReadCounter:
 
     def __init__(self, job: CaptureJob) -> None:
         self._gates = job.gates
-        readers = [op.owners for op in job.schedule.lazy_on_host] + [one.owners for one in job.transfers]
+        readers = [op.owners for op in job.schedule.lazy_on_host] + [transfer.owners for transfer in job.transfers]
         self._left = {index: sum(index in owners for owners in readers) for index in job.gates}
 
     def release(self, index: int) -> None:
-        """One of the copies no longer reads what this optimizer owns."""
+        """Count one copy that no longer reads what this optimizer owns."""
         self._left[index] -= 1
         if self._left[index] == 0:
             self._gates[index].done.set()

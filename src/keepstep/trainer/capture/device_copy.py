@@ -121,7 +121,7 @@ class DeviceTransfer:
         self.begin = torch.cuda.current_stream(lane.device).record_event(timing_event())
         self._plan, self._clones, pieces = plan, clones, plan.pieces
         self._compute_fingerprints, self._copy_fingerprints = compute_fingerprints, copy_fingerprints
-        staged_bytes, cut_at = lane.split.late_of(plan.staging_bytes), len(pieces)
+        staged_bytes, cut_at = lane.policy.staged_of(plan.staging_bytes), len(pieces)
         while cut_at and align(pieces[cut_at - 1].size_bytes) <= staged_bytes:
             cut_at -= 1
             staged_bytes -= align(pieces[cut_at].size_bytes)
@@ -142,8 +142,8 @@ class DeviceTransfer:
     @property
     def must_wait(self) -> bool:
         """Whether direct copies of the last snapshot are still running."""
-        left = self.lane.left
-        return left is not None and not left.query()  # type: ignore[no-untyped-call]
+        direct_end = self.lane.direct_end
+        return direct_end is not None and not direct_end.query()  # type: ignore[no-untyped-call]
 
     def wait_for_turn(self, waited_for: Callable[[], bool]) -> None:
         """Queueing the next snapshot slows the current copy by about 3 %, so wait until its direct copies are done,
@@ -170,26 +170,26 @@ class DeviceTransfer:
                 if index + 1 == FIRST_PIECES:
                     self._copy_small()
             self._copy_small()
-            self._direct_end = self.lane.left = stream.record_event(timing_event())
+            self._direct_end = self.lane.direct_end = stream.record_event(timing_event())
             stream.wait_event(self._cloned)
             for piece, clone in zip(self._staged, clones, strict=True):
                 faults.point("capture.copy")
                 copy_to_host(piece.target, clone)
-            self._done = self.lane.vacant = stream.record_event(_blocking_event())
+            self._done = self.lane.staged_end = stream.record_event(_blocking_event())
 
     def _clone(self) -> list[torch.Tensor]:
         """Clone the staged pieces beside the computation, long before the update. Returns the clones."""
         stream, staged = self.lane.cloning, frozenset[int]().union(*(piece.owners for piece in self._staged))
         with torch.cuda.stream(stream):
             stream.wait_event(self.begin)
-            if self._plan.batches and self.lane.left is not None:
-                stream.wait_event(self.lane.left)  # until the last snapshot has copied the buffers
+            if self._plan.batches and self.lane.direct_end is not None:
+                stream.wait_event(self.lane.direct_end)  # until the last snapshot has copied the buffers
             for batch in self._plan.batches:
                 batch.collect()
             self._compute_fingerprints()
             self._computed = stream.record_event()
-            if self._staged and self.lane.vacant is not None:
-                stream.wait_event(self.lane.vacant)
+            if self._staged and self.lane.staged_end is not None:
+                stream.wait_event(self.lane.staged_end)
             clones = self._fill_staging()
             self._cloned = stream.record_event()
             self._reads = {owner: [self._cloned if owner in staged else self._computed] for owner in self.owners}
@@ -256,15 +256,15 @@ class DeviceTransfer:
         direct_bytes = sum(piece.size_bytes for piece in self._direct)
         took_s = self._at_s(self._direct_end) - self._at_s(self._started)
         if direct_bytes and took_s > 0:
-            split, spare_s = self.lane.split, self._spare_s()
+            policy, spare_s = self.lane.policy, self._spare_s()
             log.debug(
                 "direct: %d bytes in %.4f s, %.4f s to spare; staged: %d",
                 direct_bytes,
                 took_s,
                 spare_s,
-                split.late_bytes,
+                policy.staged_bytes,
             )
-            split.learn(spare_s, direct_bytes / took_s)
+            policy.learn(spare_s, direct_bytes / took_s)
         return direct_bytes, took_s
 
     def _spare_s(self) -> float:

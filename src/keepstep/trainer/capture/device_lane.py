@@ -28,7 +28,7 @@ WINDOW_SCALE = "KEEPSTEP_TEST_WINDOW_SCALE"
 
 
 class DeviceLanes:
-    """Made before training where the state is known by then, else with the first snapshot."""
+    """One DeviceLane per device: made in restore() where the state is known then, else with the first snapshot."""
 
     def __init__(self, config: TakeConfig, *, window_scale: float = 1.0) -> None:
         """`window_scale`: factor on the bytes that the staging policy expects to be copied in time."""
@@ -67,14 +67,14 @@ class DeviceLanes:
         return QueuedWork(list(self._lanes))
 
     def settle(self) -> None:
-        """Wait for everything that was queued: what a failed snapshot has begun still writes into its slot."""
+        """Wait for everything that captures queued: copies of a failed snapshot still write into its slot."""
         for lane in self._lanes.values():
             lane.cloning.synchronize()
             lane.stream.synchronize()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is queued in here waits for no copy."""
+        """Queue kernels in this context on streams that wait for no copy."""
         with ExitStack() as streams:
             for lane in self._lanes.values():
                 streams.enter_context(torch.cuda.stream(lane.checking))
@@ -93,27 +93,25 @@ class QueuedWork:
 
 
 class DeviceLane:
-    """What captures need on one device: streams, memory for clones, and what was learnt about the time there is."""
+    """Streams, staging memory and staging policy of one device."""
 
     def __init__(self, device: torch.device, budget_bytes: int, *, scale: float = 1.0) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.cloning = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Compares copies while the next snapshot is being copied.
         self.checking = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        """for looking at what landed, while the next snapshot is being copied"""
-        self.left: torch.cuda.Event | None = None
-        """after it nothing of the last snapshot is on its way but its clones"""
-        self.vacant: torch.cuda.Event | None = None
-        """after it they have left, too"""
-        self.memory = _staging(device, budget_bytes)
-        self.split = StagingPolicy(self.memory.numel(), scale=scale)
+        self.direct_end: torch.cuda.Event | None = None  # The direct copies of the last snapshot are done.
+        self.staged_end: torch.cuda.Event | None = None  # Its staged copies are done: clones may be overwritten.
+        self.memory = _staging_memory(device, budget_bytes)
+        self.policy = StagingPolicy(self.memory.numel(), scale=scale)
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
 
     def warm_up(self, codes: set[tuple[int, int]]) -> None:
         """Load and compile everything that a snapshot uses, which takes up to seconds at first use."""
         for k, m in {*codes, (1, 1)}:
             parity.warm_up(self.device, k, m)
-        landing = torch.empty(64, dtype=torch.uint8)
+        host = torch.empty(64, dtype=torch.uint8)
         small = [torch.zeros(64, dtype=torch.uint8, device=self.device) for _ in range(2)]
         current = torch.cuda.current_stream(self.device)
         for dtype in (torch.uint8, torch.int64):
@@ -123,20 +121,20 @@ class DeviceLane:
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(begin)
             torch._foreach_copy_([small[0]], [small[1]])
-            landing.copy_(small[0], non_blocking=True)
+            host.copy_(small[0], non_blocking=True)
             end = self.stream.record_event(timing_event())
         end.synchronize()
         begin.elapsed_time(end)
 
     def scratch(self, size_bytes: int) -> torch.Tensor:
-        """For parity on its way: used in the order of the copy stream, so one is enough."""
+        """Return a buffer for parity that is copied next. Used in the order of the copy stream, so one is enough."""
         if self._scratch.numel() < size_bytes:
             self._scratch = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         return self._scratch[:size_bytes]
 
 
-def _staging(device: torch.device, budget_bytes: int) -> torch.Tensor:
-    """As much as there is room for: without it the update waits, which is slower and not wrong."""
+def _staging_memory(device: torch.device, budget_bytes: int) -> torch.Tensor:
+    """Allocate as much as fits: without it the update waits, which is slower and not wrong."""
     while budget_bytes >= PIECE_BYTES:
         try:
             return torch.empty(budget_bytes, dtype=torch.uint8, device=device)
@@ -147,29 +145,29 @@ def _staging(device: torch.device, budget_bytes: int) -> torch.Tensor:
 
 @dataclass
 class StagingPolicy:
-    """For one device. `scale` is for tests: a factor on what is held to be possible in time."""
+    """How much of a snapshot is staged on one device. `scale` is for tests: a factor on the bytes expected in time."""
 
     budget_bytes: int
-    late_bytes: int = -1
+    staged_bytes: int = -1
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.late_bytes < 0:
-            self.late_bytes = self.budget_bytes  # nothing is known yet: as much as there is room for
+        if self.staged_bytes < 0:
+            self.staged_bytes = self.budget_bytes  # Nothing was measured yet: as much as fits.
 
-    def late_of(self, total_bytes: int) -> int:
-        """How much of a snapshot of this size is late."""
-        late = min(self.late_bytes, total_bytes)
+    def staged_of(self, total_bytes: int) -> int:
+        """Return how much of a snapshot of this size is staged."""
+        staged = min(self.staged_bytes, total_bytes)
         if self.scale != 1.0:
-            late = int(total_bytes - (total_bytes - late) * self.scale)
-        return max(0, min(late, self.budget_bytes, total_bytes))
+            staged = int(total_bytes - (total_bytes - staged) * self.scale)
+        return max(0, min(staged, self.budget_bytes, total_bytes))
 
     def learn(self, spare_s: float, rate_bytes_s: float) -> None:
-        """Direct copies ended `spare_s` before the update; negative: the update waited for them that long."""
-        wanted = self.late_bytes - (spare_s - MARGIN_S) * rate_bytes_s
-        change = wanted - self.late_bytes
-        self.late_bytes = round(
-            max(0.0, min(self.late_bytes + (change if change > 0 else TRUST * change), self.budget_bytes))
+        """Adapt: direct copies ended `spare_s` before the update; negative: the update waited for them that long."""
+        wanted = self.staged_bytes - (spare_s - MARGIN_S) * rate_bytes_s
+        change = wanted - self.staged_bytes
+        self.staged_bytes = round(
+            max(0.0, min(self.staged_bytes + (change if change > 0 else TRUST * change), self.budget_bytes))
         )
 
 

@@ -28,7 +28,7 @@ from keepstep.arena.records import (
 
 log = logging.getLogger("keepstep")
 
-PAUSE_S = 0.001  # Between two looks at the grant and the devices: short beside a step, and it frees the interpreter.
+PAUSE_S = 0.001  # Between two checks of grant and devices: short beside a step, and it releases the GIL.
 MIN_ASKED = 20  # Takes before the share of skipped ones says anything.
 MAX_SKIPPED_SHARE = 0.1
 ADVICE = {
@@ -67,7 +67,7 @@ class TakeWait:
         self.waited_s = 0.0
 
     def pause(self) -> bool:
-        """Wait a moment. Returns whether the caller should look again: once more after the devices became idle."""
+        """Wait a moment. Returns whether the caller should try again: once more after the devices became idle."""
         if self._over or not self._limit_s:
             return False
         if self._work is None:

@@ -1,10 +1,9 @@
-"""Under a launcher that agrees on nothing (plain torchrun, srun): the trainers of all nodes meet in the job's store.
+"""Agreement of all trainers on an incarnation, through the job's store, where the launcher does not provide one.
 
-Rank 0 calls, everybody answers, the first trainer of each node with its keeper's card; rank 0 agrees on the
-incarnation and says so to each. What is in the store may be of a round before: torchrun hands its restarts a
-used store, and TORCHELASTIC_RESTART_COUNT differs between nodes of one round. So a call is a fresh token, an
-answer carries a token of its own, and a rank believes only an agreement that repeats it.
-Ranks stay what the launcher made them: nothing is pinned here.
+Plain torchrun and srun do not. Rank 0 calls, all ranks answer, the first trainer of each node with its keeper's card;
+rank 0 decides on the incarnation and sends it to each. The store may hold keys of an earlier round: torchrun gives its
+restarts a used store, and TORCHELASTIC_RESTART_COUNT differs between nodes of one round. So a call is a fresh token, an
+answer carries a token of its own, and a rank accepts only an agreement that repeats it. Ranks are never changed here.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from keepstep.trainer.connection.environment import RankPlace
 from keepstep.types import Incarnation
 
 log = logging.getLogger("keepstep")
-LOOK_S = 0.05
+POLL_S = 0.05
 
+# The store that rank 0 serves when there is none: init_process_group finds and shares it.
 _served: list[Any] = []
-"""what rank 0 serves when nobody does: init_process_group finds it there and shares it"""
 
 
 class RankAnswer(msgspec.Struct, frozen=True):
-    """What a rank says to a call; the first trainer of a node brings its keeper's card."""
+    """Answer of a rank to a call; that of the first trainer of a node has its keeper's card."""
 
     token: str
     known: NodeClaim | None = None
@@ -58,8 +57,7 @@ class RankAnswer(msgspec.Struct, frozen=True):
 @dataclass(frozen=True)
 class AgreedIncarnation:
     incarnation: Incarnation
-    membership: Membership | None
-    """what this trainer told its keeper, to be told again to one that takes its place"""
+    membership: Membership | None  # Sent to this node's keeper, and again to one that replaces it.
 
 
 def meet_if_needed(identity: Identity, config: Config, place: RankPlace) -> AgreedIncarnation | None:
@@ -85,15 +83,15 @@ def meet(identity: Identity, config: Config, place: RankPlace) -> AgreedIncarnat
         take_part = _preside if place.rank == 0 else _attend
         call = take_part(store, place, answer, deadline)
         agreed = msgspec.json.decode(store.get(f"agreement/{call}"), type=RoundAgreement)
-        told = _tell(client, agreed, identity, config, secret) if client is not None else None
+        sent = _introduce(client, agreed, identity, config, secret) if client is not None else None
     finally:
         if client is not None:
             client.close()
     first = place.rank - place.local_index
-    if told is not None:
+    if sent is not None:
         store.set(f"told/{call}/{first}", "1")
     _wait(store, [f"told/{call}/{first}"], deadline, "this node's first trainer")
-    return AgreedIncarnation(agreed.incarnation, told)
+    return AgreedIncarnation(agreed.incarnation, sent)
 
 
 def _preside(store: Any, place: RankPlace, answer: RankAnswer, deadline: float) -> str:
@@ -103,13 +101,13 @@ def _preside(store: Any, place: RankPlace, answer: RankAnswer, deadline: float) 
     keys = [f"answer/{call}/{rank}" for rank in range(place.world_size)]
     _wait(store, keys, deadline, "the trainers of all nodes")
     answers = [msgspec.json.decode(text, type=RankAnswer) for text in store.multi_get(keys)]
-    nodes = {said.token: said.known for said in answers if said.known is not None}  # in the order of ranks
+    nodes = {answer.token: answer.known for answer in answers if answer.known is not None}  # in the order of ranks
     best = newest_members(nodes)
-    last = next((said.members for said in answers if said.token == best), [])
+    last = next((answer.members for answer in answers if answer.token == best), [])
     secret = secrets.token_bytes(SECRET_BYTES)
     agreed = agree(list(nodes.values()), last, nonce=secrets.randbits(63), secret=secret)
     store.set(f"agreement/{call}", msgspec.json.encode(agreed).decode())
-    store.multi_set([f"agreed/{call}/{rank}" for rank in range(place.world_size)], [said.token for said in answers])
+    store.multi_set([f"agreed/{call}/{rank}" for rank in range(place.world_size)], [answer.token for answer in answers])
     return call
 
 
@@ -126,19 +124,19 @@ def _attend(store: Any, place: RankPlace, answer: RankAnswer, deadline: float) -
             return str(call)
         if time.monotonic() > deadline:
             raise KeeperError("the trainers did not agree on an incarnation in time", hint="the log of rank 0 says why")
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
-def _tell(
+def _introduce(
     client: KeeperClient, agreed: RoundAgreement, identity: Identity, config: Config, secret: bytes
 ) -> Membership:
     if agreed.refusal:
         raise ConfigError(agreed.refusal, hint="the same settings on all nodes")
     check_losses(config.parity.losses, len(agreed.nodes))
     rank = next(rank for rank, card in enumerate(agreed.nodes) if card.node_id == identity.node_id)
-    told = membership(agreed, rank, secret)
-    client.request(told, Done, timeout_s=REQUEST_S)
-    return told
+    message = membership(agreed, rank, secret)
+    client.request(message, Done, timeout_s=REQUEST_S)
+    return message
 
 
 def _keeper(identity: Identity, config: Config) -> KeeperClient:
@@ -178,4 +176,4 @@ def _wait(store: Any, keys: list[str], deadline: float, what: str) -> None:
     while not store.check(keys):
         if time.monotonic() > deadline:
             raise KeeperError(f"{what} did not arrive within {REQUEST_S:g} s", hint="start all nodes of the job")
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)

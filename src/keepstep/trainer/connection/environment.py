@@ -24,7 +24,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Who captures: goes into every slot header."""
+    """Rank and node of this trainer. Written into every slot header."""
 
     rank: int
     world_size: int
@@ -41,7 +41,7 @@ class World:
 
     @classmethod
     def of(cls, place: RankPlace, environ: Mapping[str, str] | None = None) -> World | None:
-        """None on a single node, and where nobody can say which ranks share a node."""
+        """None on a single node, and where the environment does not show which ranks share a node."""
         environ = os.environ if environ is None else environ
         size, local = place.world_size, place.local_world_size
         if size == local or size % local or place.rank % local != place.local_index:
@@ -74,13 +74,13 @@ def find_identity(config: Config, place: RankPlace) -> Identity:
     identity = identify(config, launch=process_key(owner))
     if not identity.outlives_launch and place.world_size > place.local_world_size:
         raise ConfigError(
-            "this job has several nodes and no name: its keepers would not know each other",
+            "this job has several nodes and no name: its keepers could not find each other",
             hint="--rdzv-id=<a name>, or KEEPSTEP_RUN_ID=<a name> on all nodes",
         )
     if not identity.outlives_launch and place.rank == 0:
         log.warning(
             "this run has no id: its state can be restored under this launcher only. "
-            "Set KEEPSTEP_RUN_ID, or --rdzv-id, to a name of its own."
+            "Set KEEPSTEP_RUN_ID, or --rdzv-id, to a unique name."
         )
     return identity
 

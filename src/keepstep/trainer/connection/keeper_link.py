@@ -60,7 +60,7 @@ _links: weakref.WeakSet[KeeperLink] = weakref.WeakSet()
 
 @dataclass
 class RankState:
-    """How far this rank is: what a keeper that replaces a dead one must be told with the registration.
+    """How far this rank is: sent with the registration to a keeper that replaces a dead one.
 
     Written by the Snapshotter (`step`, `takes`), RankArena (`arena_id`) and KeeperLink (`restored`). Any thread may
     read it.

@@ -125,7 +125,7 @@ class State:
 
 def lane_with(room: int) -> DeviceLane:
     lane = DeviceLane(HOST, 0)
-    lane.memory, lane.split = torch.empty(room, dtype=torch.uint8), StagingPolicy(room)
+    lane.memory, lane.policy = torch.empty(room, dtype=torch.uint8), StagingPolicy(room)
     return lane
 
 
@@ -191,7 +191,7 @@ def test_a_snapshot_waits_for_its_turn_unless_an_optimizer_waits_for_it(device: 
     departure, _ = state.depart(lane, torch.zeros(state.payload_bytes, dtype=torch.uint8))
     assert not departure.must_wait
     left: Any = Event()
-    lane.left = left
+    lane.direct_end = left
     assert departure.must_wait
     asked: list[int] = []
     departure.wait_for_turn(lambda: (asked.append(1), len(asked) > 3)[1])

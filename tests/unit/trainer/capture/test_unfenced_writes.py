@@ -70,7 +70,7 @@ def test_take_waits_until_the_fingerprints_are_queued(in_flight: InFlight) -> No
 
 def test_snapshot_without_fingerprints_is_void_but_its_optimizer_stays_trusted(in_flight: InFlight) -> None:
     in_flight.capture.check_unfenced_write()
-    assert "before the devices had looked" in in_flight.job.void
+    assert "before fingerprints of its tensors were taken" in in_flight.job.void
     assert not in_flight.distrusted, "distrust lasts for the rest of the run"
 
 
