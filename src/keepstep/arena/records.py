@@ -246,11 +246,9 @@ class TakeCounts:
     STRUCT: ClassVar[struct.Struct] = struct.Struct("<3Q8Q")
 
     asked: int = 0
-    waited: int = 0
-    """takes that waited while the device worked"""
+    waited: int = 0  # Takes that waited while the device worked.
     waited_us: int = 0
-    skipped: tuple[int, ...] = (0,) * len(SKIP_KINDS)
-    """by SKIP_KINDS"""
+    skipped: tuple[int, ...] = (0,) * len(SKIP_KINDS)  # By SKIP_KINDS.
 
     def pack(self) -> bytes:
         spare = (0,) * (8 - len(self.skipped))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
-from keepstep.errors import ConfigError
 from keepstep.parity import isal
 from keepstep.parity.buffer_pins import MemorySpan, Pointers, pointers
 
-FORCE_VARIABLE = "KEEPSTEP_TEST_PARITY_BACKEND"
 STEP_BYTES = 1 << 20  # per native call: far below the C int that ISA-L takes; a call costs less than a thousandth
 
 log = logging.getLogger("keepstep")
@@ -36,16 +33,13 @@ def backend() -> str:
 
 @cache
 def chosen() -> Backend:
-    forced = os.environ.get(FORCE_VARIABLE, "")
-    if forced not in ("", "isal", "numpy"):
-        raise ConfigError(f"{FORCE_VARIABLE} = {forced!r} is not a backend", hint="isal or numpy")
-    library = None if forced == "numpy" else isal.load()
+    """The backend that every computation of this process uses; found once."""
+    library = isal.load()
     if library is not None:
         return library
-    if forced == "isal":
-        raise ConfigError("no ISA-L that works was found", hint="pip install pyeclib")
-    if not forced:
-        log.warning("no ISA-L that works was found: parity is computed by numpy, several times slower")
+    log.warning(
+        "no ISA-L that works was found (pip install pyeclib): parity is computed by numpy, several times slower"
+    )
     from keepstep.parity.numpy_backend import NumpyBackend
 
     return NumpyBackend()

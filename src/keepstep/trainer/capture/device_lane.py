@@ -23,9 +23,6 @@ MARGIN_S = 0.006  # Direct copies should end this long before the update, becaus
 TRUST = 0.25  # Share of a measured spare time that is used at once: one long step must not make the next one wait.
 STAGING_FREE_SHARE = 0.05  # of the free device memory; the smaller of this and take.staging_share counts
 
-# For tests only: a factor on what the staging policy holds to be possible in time.
-WINDOW_SCALE = "KEEPSTEP_TEST_WINDOW_SCALE"
-
 
 class DeviceLanes:
     """One DeviceLane per device: made in restore() where the state is known then, else with the first snapshot."""

@@ -25,7 +25,7 @@ from keepstep.trainer.state.reader import StateReader
 
 
 @dataclass(frozen=True)
-class Forecast:
+class StateForecast:
     """What snapshots will need, together with the optimizer state that does not exist yet."""
 
     size: SnapshotSize
@@ -48,7 +48,7 @@ class StatePlanner:
             reader, fence, self.replication, small_bytes=SMALL_BYTES, unstable=bool(self._sharded)
         )  # fmt: skip
 
-    def forecast(self) -> Forecast:
+    def forecast(self) -> StateForecast:
         """Estimate what snapshots will need, before the first step."""
         cached = self.plans.prepare()
         self._fence.muted = True
@@ -58,7 +58,7 @@ class StatePlanner:
         finally:
             self._fence.muted = False
         size = arena_size.need_of(cached.plan, len(cached.reading.values), missing, self.replication.sharing)
-        return Forecast(size, _device_bytes(cached.plan, size), _codes(cached.plan))
+        return StateForecast(size, _device_bytes(cached.plan, size), _codes(cached.plan))
 
     def arena_for(self, plan: CopyPlan, values_bytes: int) -> SnapshotSize:
         """Size of an arena for a state that has outgrown its own."""
