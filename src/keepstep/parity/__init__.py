@@ -7,6 +7,7 @@ isal             ISA-L through ctypes, self-tested
 numpy_backend    the same bits with numpy
 buffer_pins      addresses of Python buffers, held during native calls
 fingerprint      16 bytes of a chunk that obey the same arithmetic, so that parity can be audited without the data
+divergence       pure: which replica set differs, and on whose ranks, by the same arithmetic
 placement        pure: which nodes protect each other, and which stripe each chunk belongs to
 cost_model       pure: what that costs in memory and time
 parity_buffer    parity in a memfd: header, table, units

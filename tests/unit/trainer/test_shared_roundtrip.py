@@ -20,11 +20,10 @@ from keepstep.arena.chunks import chunk_spans, read_table
 from keepstep.arena.slots import DIGEST_BYTES, Arena
 from keepstep.config import ArenaConfig, ParityConfig, TakeConfig
 from keepstep.control.messages import ReplicaSetSource, RestoreFrom, WantRestore
-from keepstep.keeper.coordinator.divergence import Comparison, Divergence, diverged_set
-from keepstep.keeper.coordinator.messages import ReplicaAudit
 from keepstep.keeper.workers.replica_digests import answer, set_digests
 from keepstep.keeper.workers.sealed_snapshot import SealedSnapshot, open_sealed
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, TensorView
+from keepstep.parity.divergence import Comparison, Divergence, ReplicaAudit, diverged_set
 from keepstep.testing.run import LocalRun
 from keepstep.trainer.connection.environment import RankPlace, World
 from keepstep.trainer.connection.keeper_link import KeeperLink

@@ -15,7 +15,7 @@ of docs/protocol.md, "Several nodes"):
 A keeper that takes over starts from the newest orders that any node follows. The cost of a report is
 constant, that of an order linear in the number of nodes. Each module imports only those before it:
 
-    messages < divergence < state < grants, restore, protection < takeover < coordinator
+    messages < state < grants, restore, protection < takeover < coordinator
 """
 
 from __future__ import annotations

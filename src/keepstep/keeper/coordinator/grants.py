@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 
 from keepstep.keeper.coordinator import protection
-from keepstep.keeper.coordinator.divergence import Comparison, diverged_set
-from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, Orders, ReplicaAudit, Report
+from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, Orders, Report
 from keepstep.keeper.coordinator.state import CoordinatorState, JobGrant, NodeView
+from keepstep.parity.divergence import Comparison, ReplicaAudit, diverged_set
 from keepstep.types import Version
 
 MAX_LEAD = 64  # steps: however often grants arrive too late, they are given no further ahead

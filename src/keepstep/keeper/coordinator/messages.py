@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from keepstep.control.messages import NodeCard
+from keepstep.parity.divergence import ReplicaAudit, ReplicaAuditAnswer, ReplicaSetDigest
 from keepstep.recovery.inventory import Inventory, SetKey
 from keepstep.recovery.plan import RankSource
 from keepstep.types import Incarnation, Version
@@ -35,42 +36,6 @@ class GrantOutcome(msgspec.Struct, frozen=True):
     rank: int = -1
     reason: str = ""
     diverged: tuple[str, ...] = ()  # paths whose replicas differ: protected per rank from now on
-
-
-class ReplicaAudit(msgspec.Struct, frozen=True):
-    """A replica set differs: all nodes report what they hold of it, chunk by chunk."""
-
-    version: Version
-    class_id: str
-    chunks: tuple[int, ...] = ()  # none: what is held, unit by unit; some: which paths lie in them
-
-
-class ReplicaSetDigest(msgspec.Struct, frozen=True, array_like=True):
-    """What a node holds of a replica set, in a few bytes."""
-
-    class_id: str
-    digest: bytes
-    # 0: every node holds all of it, and digests are equal. Otherwise this many nodes hold a share each, and the
-    # digests of all of them add up to zero.
-    shared_by: int = 0
-
-
-class ReplicaUnit(msgspec.Struct, frozen=True, array_like=True):
-    """One stored chunk of a replica set on one node."""
-
-    chunk: int  # of the set; its stripe where it is parity
-    code_row: int  # -1: data
-    rank: int
-    digest: bytes
-
-
-class ReplicaAuditAnswer(msgspec.Struct, frozen=True):
-    """What a node holds of a replica set, unit by unit, or which paths lie in the chunks it was asked for."""
-
-    n: int = 0
-    m: int = 0  # 0: every node holds all of it
-    units: tuple[ReplicaUnit, ...] = ()
-    paths: tuple[str, ...] = ()
 
 
 class RestoreOrder(msgspec.Struct, frozen=True):

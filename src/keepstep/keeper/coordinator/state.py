@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from keepstep.control.messages import NodeCard
-from keepstep.keeper.coordinator.divergence import Comparison
 from keepstep.keeper.coordinator.messages import (
     MAX_OUTCOMES,
     EarlierGrantProgress,
@@ -29,6 +28,7 @@ from keepstep.keeper.coordinator.messages import (
     Report,
     RestoreOrder,
 )
+from keepstep.parity.divergence import Comparison
 from keepstep.recovery.inventory import Inventory, SetKey
 from keepstep.recovery.plan import Plan
 from keepstep.types import Incarnation, Version

@@ -23,38 +23,21 @@ from collections.abc import Callable
 from typing import Any
 
 from keepstep.control.messages import Committed, Goodbye, Loaded, NodeCard, Void, WantArena, WantRestore
-from keepstep.keeper.node import arenas, orders, protection, restore, snapshots, trainers
+from keepstep.keeper.node import arenas, events, orders, protection, restore, snapshots, trainers
 from keepstep.keeper.node.effects import DiscardFetchedArena, Effect, End, KeepFetchedArena
-from keepstep.keeper.node.events import (
-    ArenaAdded,
-    ArenaRefused,
-    Conn,
-    Event,
-    ExchangeAdvanced,
-    FromTrainer,
-    LauncherSeen,
-    MembershipSet,
-    ParityPlaced,
-    PeerLink,
-    PeerMessage,
-    ProcessDied,
-    ReplicaDigestsRead,
-    SlotSealed,
-    SlotVerified,
-    SnapshotFetched,
-    Tick,
-    TrainerRegisters,
-)
 from keepstep.keeper.node.state import NodeState
 
 # No rank reports anything with these, and no slot changes: there is no grant to take up.
-NOT_OF_RANKS = (Tick, MembershipSet, PeerMessage, PeerLink, ParityPlaced, ExchangeAdvanced, ReplicaDigestsRead)
+NOT_OF_RANKS = (
+    events.Tick, events.MembershipSet, events.PeerMessage, events.PeerLink, events.ParityPlaced,
+    events.ExchangeAdvanced, events.ReplicaDigestsRead,
+)  # fmt: skip
 
 
 class Core(NodeState):
     """One node of one run. `handle` is the only way in."""
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: events.Event, now: float) -> list[Effect]:
         """Take in one event; returns what is to be done, in order."""
         self.now = max(now, self.now)
         self.begin_event()
@@ -89,7 +72,7 @@ class Core(NodeState):
         return max(0.0, self.config.keeper.lease_s - (self.now - self.lease_since))
 
 
-def _arena_added(node: NodeState, event: ArenaAdded) -> None:
+def _arena_added(node: NodeState, event: events.ArenaAdded) -> None:
     """An arena was created for a trainer, or adopted with everything its headers hold."""
     arenas.add(node, event)
     trainer = node.trainers.registered.get(event.local_index)
@@ -106,7 +89,7 @@ def _arena_added(node: NodeState, event: ArenaAdded) -> None:
     arenas.seal_committed(node, event.arena_id)
 
 
-def _snapshot_fetched(node: NodeState, event: SnapshotFetched) -> None:
+def _snapshot_fetched(node: NodeState, event: events.SnapshotFetched) -> None:
     """A snapshot has arrived, maybe in a new arena: keep that, unless its plan no longer counts."""
     if event.added is not None:
         if not restore.follows(node, event.plan):
@@ -117,17 +100,17 @@ def _snapshot_fetched(node: NodeState, event: SnapshotFetched) -> None:
     restore.fetched(node, event)
 
 
-def _from_trainer(node: NodeState, event: FromTrainer) -> None:
+def _from_trainer(node: NodeState, event: events.FromTrainer) -> None:
     _FROM_TRAINER[type(event.message)](node, event.conn, event.message)
 
 
-def _tick(node: NodeState, event: Tick) -> None:
+def _tick(node: NodeState, event: events.Tick) -> None:
     trainers.try_open(node)
     trainers.watch_orphans(node)
     orders.watch_peers(node)
 
 
-_FROM_TRAINER: dict[type, Callable[[NodeState, Conn, Any], None]] = {
+_FROM_TRAINER: dict[type, Callable[[NodeState, events.Conn, Any], None]] = {
     WantRestore: restore.requested,
     WantArena: arenas.requested,
     Loaded: restore.loaded,
@@ -136,20 +119,20 @@ _FROM_TRAINER: dict[type, Callable[[NodeState, Conn, Any], None]] = {
     Goodbye: trainers.goodbye,
 }
 _HANDLERS: dict[type, Callable[[NodeState, Any], None]] = {
-    TrainerRegisters: trainers.register,
-    FromTrainer: _from_trainer,
-    LauncherSeen: trainers.launcher_seen,
-    ProcessDied: trainers.died,
-    MembershipSet: orders.members_set,
-    ArenaAdded: _arena_added,
-    ArenaRefused: arenas.refused,
-    SlotSealed: snapshots.sealed,
-    SlotVerified: restore.verified,
-    PeerMessage: orders.peer_message,
-    PeerLink: orders.peer_link,
-    SnapshotFetched: _snapshot_fetched,
-    ParityPlaced: protection.placed,
-    ExchangeAdvanced: protection.advanced,
-    ReplicaDigestsRead: orders.digests_read,
-    Tick: _tick,
+    events.TrainerRegisters: trainers.register,
+    events.FromTrainer: _from_trainer,
+    events.LauncherSeen: trainers.launcher_seen,
+    events.ProcessDied: trainers.died,
+    events.MembershipSet: orders.members_set,
+    events.ArenaAdded: _arena_added,
+    events.ArenaRefused: arenas.refused,
+    events.SlotSealed: snapshots.sealed,
+    events.SlotVerified: restore.verified,
+    events.PeerMessage: orders.peer_message,
+    events.PeerLink: orders.peer_link,
+    events.SnapshotFetched: _snapshot_fetched,
+    events.ParityPlaced: protection.placed,
+    events.ExchangeAdvanced: protection.advanced,
+    events.ReplicaDigestsRead: orders.digests_read,
+    events.Tick: _tick,
 }

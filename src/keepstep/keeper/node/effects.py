@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from keepstep.arena.records import Grant, Ledger
 from keepstep.control.messages import NodeCard, RestoreFrom, WantArena
-from keepstep.keeper.coordinator.messages import Orders, ReplicaAudit, Report
+from keepstep.keeper.coordinator.messages import Orders, Report
 from keepstep.keeper.node.events import Conn
+from keepstep.parity.divergence import ReplicaAudit
 from keepstep.recovery.inventory import SetKey
 from keepstep.recovery.plan import RankSource
 from keepstep.types import Version
@@ -16,17 +18,13 @@ from keepstep.types import Version
 # To processes of this node
 
 
-@dataclass(frozen=True)
-class Send:
-    """Send a message; `arena_id` names the arena whose descriptor goes with it."""
-
+class Send(msgspec.Struct, frozen=True):  # Send a message; `arena_id` names the arena whose descriptor goes with it
     conn: Conn
     message: Any
     arena_id: str = ""
 
 
-@dataclass(frozen=True)
-class SendSnapshot:
+class SendSnapshot(msgspec.Struct, frozen=True):
     """Answer a rank's restore request, with the chunks of replicated state it needs, which `holders` may hold."""
 
     conn: Conn
@@ -34,25 +32,16 @@ class SendSnapshot:
     holders: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Kill:
-    """Kill a watched process."""
-
+class Kill(msgspec.Struct, frozen=True):  # Kill a watched process
     pid: int
     reason: str
 
 
-@dataclass(frozen=True)
-class End:
-    """End the keeper; everything it holds is freed."""
-
+class End(msgspec.Struct, frozen=True):  # End the keeper; everything it holds is freed
     reason: str
 
 
-@dataclass(frozen=True)
-class Log:
-    """Write a log line."""
-
+class Log(msgspec.Struct, frozen=True):  # Write a log line
     level: str
     text: str
     fields: dict[str, Any]
@@ -61,10 +50,7 @@ class Log:
 # Arenas and work on slots
 
 
-@dataclass(frozen=True)
-class CreateArena:
-    """Create an arena for a trainer's request, and answer the request."""
-
+class CreateArena(msgspec.Struct, frozen=True):  # Create an arena for a trainer's request, and answer the request
     conn: Conn
     wanted: WantArena
     local_index: int
@@ -72,45 +58,31 @@ class CreateArena:
     num_ranks: int = 1  # of this node: they share its memory
 
 
-@dataclass(frozen=True)
-class DropArena:
-    """Free an arena."""
-
+class DropArena(msgspec.Struct, frozen=True):  # Free an arena
     arena_id: str
     reason: str
 
 
-@dataclass(frozen=True)
-class KeepFetchedArena:
+class KeepFetchedArena(msgspec.Struct, frozen=True):
     """Serve the new arena that a snapshot was fetched into, as any other."""
 
     arena_id: str
 
 
-@dataclass(frozen=True)
-class DiscardFetchedArena:
-    """Free the new arena of a fetch whose plan no longer counts."""
-
+class DiscardFetchedArena(msgspec.Struct, frozen=True):  # Free the new arena of a fetch whose plan no longer counts
     arena_id: str
 
 
-@dataclass(frozen=True)
-class WriteGrant:
-    """Write the grant record of an arena."""
-
+class WriteGrant(msgspec.Struct, frozen=True):  # Write the grant record of an arena
     arena_id: str
     grant: Grant
 
 
-@dataclass(frozen=True)
-class WriteLedger:
-    """Write the ledger record of every arena."""
-
+class WriteLedger(msgspec.Struct, frozen=True):  # Write the ledger record of every arena
     ledger: Ledger
 
 
-@dataclass(frozen=True)
-class SealSlot:
+class SealSlot(msgspec.Struct, frozen=True):
     """Seal what was committed; `version` None: whatever the slot holds, if its writer finished it.
 
     A version that is not newer than `newer_than` was sealed once: if its seal is gone it is not trusted.
@@ -122,10 +94,7 @@ class SealSlot:
     newer_than: Version | None
 
 
-@dataclass(frozen=True)
-class VerifySlot:
-    """Verify a sealed slot against its checksums."""
-
+class VerifySlot(msgspec.Struct, frozen=True):  # Verify a sealed slot against its checksums
     arena_id: str
     slot: int
     version: Version
@@ -134,26 +103,19 @@ class VerifySlot:
 # To other nodes
 
 
-@dataclass(frozen=True)
-class SetPeers:
-    """Set the peers of the incarnation, and the secret that authenticates them."""
-
+class SetPeers(msgspec.Struct, frozen=True):  # Set the peers of the incarnation, and the secret that authenticates them
     cards: tuple[NodeCard, ...]
     secret: bytes
 
 
-@dataclass(frozen=True)
-class SendToPeer:
+class SendToPeer(msgspec.Struct, frozen=True):
     """Send a message to a peer. It may be lost: every report and all orders are sent again."""
 
     node_id: str
     message: Report | Orders
 
 
-@dataclass(frozen=True)
-class FetchSnapshot:
-    """Fetch or rebuild a rank's snapshot into memory of this node."""
-
+class FetchSnapshot(msgspec.Struct, frozen=True):  # Fetch or rebuild a rank's snapshot into memory of this node
     plan: int
     piece: RankSource
     local_index: int
@@ -165,20 +127,15 @@ class FetchSnapshot:
     holders: tuple[str, ...] = ()  # nodes that may hold its replicated state
 
 
-@dataclass(frozen=True)
-class CancelFetches:
-    """Stop fetching for a plan that no longer counts."""
-
+class CancelFetches(msgspec.Struct, frozen=True):  # Stop fetching for a plan that no longer counts
     plan: int
 
 
-@dataclass(frozen=True)
-class DropReplicaCache:
+class DropReplicaCache(msgspec.Struct, frozen=True):
     """Free the replicated state that was fetched for a restore: all ranks have loaded."""
 
 
-@dataclass(frozen=True)
-class StartExchange:
+class StartExchange(msgspec.Struct, frozen=True):
     """Fetch the data of the group and encode this node's parity of a version."""
 
     key: SetKey
@@ -186,22 +143,15 @@ class StartExchange:
     losses: int
 
 
-@dataclass(frozen=True)
-class StopExchange:
-    """Stop a running exchange."""
-
+class StopExchange(msgspec.Struct, frozen=True):  # Stop a running exchange
     key: SetKey
 
 
-@dataclass(frozen=True)
-class FreeParity:
-    """Free a parity buffer: its memory may be used for the next one."""
-
+class FreeParity(msgspec.Struct, frozen=True):  # Free a parity buffer: its memory may be used for the next one
     buffer_id: str
 
 
-@dataclass(frozen=True)
-class ReadReplicaDigests:
+class ReadReplicaDigests(msgspec.Struct, frozen=True):
     """Read what this node holds of a replica set, for the coordinator's comparison."""
 
     audit: ReplicaAudit

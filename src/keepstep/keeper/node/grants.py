@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from keepstep.arena.records import Grant
 from keepstep.control.messages import Committed, Void
-from keepstep.keeper.coordinator.messages import EarlierGrantProgress, GrantOrder, ReplicaSetDigest
+from keepstep.keeper.coordinator.messages import EarlierGrantProgress, GrantOrder
 from keepstep.keeper.node.events import Conn
+from keepstep.parity.divergence import ReplicaSetDigest
 from keepstep.parity.galois import add
 from keepstep.types import Incarnation, Version
 

@@ -12,16 +12,7 @@ from keepstep.keeper.node import arenas
 from keepstep.keeper.node.effects import SealSlot, Send, WriteGrant
 from keepstep.keeper.node.events import Conn, SlotSealed
 from keepstep.keeper.node.grants import GrantRecord, NodeGrant
-from keepstep.keeper.node.state import (
-    COMMITTED,
-    CORRUPT,
-    FREE,
-    GRANTED,
-    SEALED,
-    NodeState,
-    RegisteredTrainer,
-    Slot,
-)
+from keepstep.keeper.node.state import COMMITTED, CORRUPT, FREE, GRANTED, SEALED, NodeState, RegisteredTrainer, Slot
 from keepstep.types import Incarnation, Version
 
 

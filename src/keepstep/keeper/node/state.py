@@ -21,19 +21,13 @@ from keepstep.config import Config
 from keepstep.control.messages import Loaded, Membership, NodeCard, Refused, Register, WantRestore
 from keepstep.errors import Error
 from keepstep.keeper.coordinator.coordinator import Coordinator
-from keepstep.keeper.coordinator.messages import (
-    ExchangeProgress,
-    Failure,
-    Orders,
-    ReplicaAudit,
-    ReplicaAuditAnswer,
-    RestoreOrder,
-)
+from keepstep.keeper.coordinator.messages import ExchangeProgress, Failure, Orders, RestoreOrder
 from keepstep.keeper.coordinator.state import Deadlines
 from keepstep.keeper.node.effects import Effect, Log, Send
 from keepstep.keeper.node.events import Conn, TrainerRegisters
 from keepstep.keeper.node.grants import NodeGrants
 from keepstep.layout import SnapshotSize
+from keepstep.parity.divergence import ReplicaAudit, ReplicaAuditAnswer
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.types import Incarnation, SnapshotInfo, Version
 
@@ -48,12 +42,7 @@ class NodeState:
     """One node of one run: its sections, and the effects of the event that is being handled."""
 
     def __init__(
-        self,
-        config: Config,
-        card: NodeCard | None = None,
-        *,
-        sidecar: bool = False,
-        deadlines: Deadlines | None = None,
+        self, config: Config, card: NodeCard | None = None, *, sidecar: bool = False, deadlines: Deadlines | None = None
     ) -> None:
         """`sidecar`: started by an administrator before the job; its lease does not run before the first trainer."""
         self.config, self.sidecar = config, sidecar

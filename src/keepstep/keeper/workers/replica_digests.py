@@ -17,11 +17,11 @@ from typing import Protocol
 import xxhash
 
 from keepstep.arena.slots import DIGEST_BYTES
-from keepstep.keeper.coordinator.messages import ReplicaAudit, ReplicaAuditAnswer, ReplicaSetDigest, ReplicaUnit
 from keepstep.keeper.workers.sealed_snapshot import SealedSnapshot
 from keepstep.layout import CHUNK_BYTES, FULL, ReplicaSet, StoredChunk
 from keepstep.parity import galois
 from keepstep.parity.code import coefficients
+from keepstep.parity.divergence import ReplicaAudit, ReplicaAuditAnswer, ReplicaSetDigest, ReplicaUnit
 from keepstep.parity.fingerprint import FINGERPRINT_BYTES, fingerprint
 
 MAX_PATHS = 64

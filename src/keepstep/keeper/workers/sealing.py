@@ -22,7 +22,6 @@ from keepstep.arena.slots import Arena, SealedSlot
 from keepstep.config import KeeperConfig
 from keepstep.control.messages import VerifyResult
 from keepstep.errors import Error, IntegrityError, KeeperError
-from keepstep.keeper.coordinator.messages import ReplicaAuditAnswer, ReplicaSetDigest
 from keepstep.keeper.node.effects import CreateArena, ReadReplicaDigests, SealSlot, VerifySlot
 from keepstep.keeper.node.events import Conn, ReplicaDigestsRead, SlotSealed, SlotVerified
 from keepstep.keeper.workers.allocation import ArenaAllocator
@@ -31,6 +30,7 @@ from keepstep.keeper.workers.checksum_worker import NICENESS
 from keepstep.keeper.workers.replica_digests import answer, set_digests
 from keepstep.keeper.workers.results import ArenaCreated, Results, SlotsChecked
 from keepstep.keeper.workers.sealed_snapshot import open_sealed
+from keepstep.parity.divergence import ReplicaAuditAnswer, ReplicaSetDigest
 from keepstep.types import Version
 
 JOBS = 4

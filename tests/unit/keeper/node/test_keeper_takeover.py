@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from paper import NEED, Node
 
@@ -448,7 +449,7 @@ def test_a_waiting_incarnation_gets_a_larger_number_when_newer_memory_is_given_b
     saved = Version(Incarnation(5, 5), 1)
     later = dataclasses.replace(node.own(0), arena_id="later", slots=[("free", None), ("sealed", saved)], ledger=None)
     node.replace_keeper(give_back=False)
-    node.handle(dataclasses.replace(node.described(node.own(0)), writer=Progress(Incarnation(1, 77), 0, 100, 1)))
+    node.handle(msgspec.structs.replace(node.described(node.own(0)), writer=Progress(Incarnation(1, 77), 0, 100, 1)))
     node.register(0, pid=200, known=False, label="second")  # waits for the end of process 100
     node.arenas["later"] = later
     node.give_back(later)
@@ -468,7 +469,7 @@ def test_a_writer_known_only_from_an_adopted_arena_is_fenced() -> None:
     node.sent.clear()
     node.register(0, pid=200, agreed=Incarnation(2, 5))
     writer = Progress(Incarnation(1, 77), 0, 100, 1)
-    added = dataclasses.replace(node.described(node.own(0)), writer=writer)
+    added = msgspec.structs.replace(node.described(node.own(0)), writer=writer)
     assert Kill(100, "incarnation 2 begins") in node.core.handle(added, 0.0)
     node.handle(LauncherSeen(99))
     assert not [message for _, message in node.sent if isinstance(message, Registered)], "it may still write"
@@ -483,7 +484,7 @@ def test_the_arena_of_a_writer_that_cannot_be_killed_is_quarantined_by_a_new_kee
     saved = node.version(0)
     node.replace_keeper(give_back=False)
     writer = Progress(saved.incarnation, 0, 100, 1)
-    node.handle(dataclasses.replace(node.described(node.own(0)), writer=writer))
+    node.handle(msgspec.structs.replace(node.described(node.own(0)), writer=writer))
     node.handle(LauncherSeen(99))
     node.register(0, pid=200, agreed=Incarnation(2, 5))
     for effect in node.core.handle(Tick(), node.core.config.keeper.fence_s + 1):

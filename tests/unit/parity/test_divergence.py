@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from keepstep.keeper.coordinator.divergence import Comparison, find
-from keepstep.keeper.coordinator.messages import ReplicaAudit, ReplicaAuditAnswer, ReplicaUnit
 from keepstep.parity.code import coefficients
+from keepstep.parity.divergence import Comparison, ReplicaAudit, ReplicaAuditAnswer, ReplicaUnit, find
 from keepstep.parity.fingerprint import combine
 from keepstep.parity.placement import ShareMap
 from keepstep.types import Version

@@ -12,12 +12,53 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from keepstep.keeper.coordinator.messages import ReplicaAudit, ReplicaAuditAnswer, ReplicaSetDigest, ReplicaUnit
+import msgspec
+
 from keepstep.parity import galois
 from keepstep.parity.code import coefficients
+from keepstep.types import Version
 
 MAX_CHUNKS = 64  # that the second question names: enough to name the paths
 MAX_PATHS_NAMED = 5  # in a message; the rest are counted
+
+
+# Sent between keepers: field names are part of the wire format.
+
+
+class ReplicaAudit(msgspec.Struct, frozen=True):
+    """A replica set differs: all nodes report what they hold of it, chunk by chunk."""
+
+    version: Version
+    class_id: str
+    chunks: tuple[int, ...] = ()  # none: what is held, unit by unit; some: which paths lie in them
+
+
+class ReplicaSetDigest(msgspec.Struct, frozen=True, array_like=True):
+    """What a node holds of a replica set, in a few bytes."""
+
+    class_id: str
+    digest: bytes
+    # 0: every node holds all of it, and digests are equal. Otherwise this many nodes hold a share each, and the
+    # digests of all of them add up to zero.
+    shared_by: int = 0
+
+
+class ReplicaUnit(msgspec.Struct, frozen=True, array_like=True):
+    """One stored chunk of a replica set on one node."""
+
+    chunk: int  # of the set; its stripe where it is parity
+    code_row: int  # -1: data
+    rank: int
+    digest: bytes
+
+
+class ReplicaAuditAnswer(msgspec.Struct, frozen=True):
+    """What a node holds of a replica set, unit by unit, or which paths lie in the chunks it was asked for."""
+
+    n: int = 0
+    m: int = 0  # 0: every node holds all of it
+    units: tuple[ReplicaUnit, ...] = ()
+    paths: tuple[str, ...] = ()
 
 
 class Divergence(NamedTuple):
