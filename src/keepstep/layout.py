@@ -37,6 +37,13 @@ class SnapshotSize(msgspec.Struct, frozen=True):
     values_bytes: int
     payload_bytes: int
 
+    def fits(self, capacity: SnapshotSize) -> bool:
+        return (
+            self.layout_bytes <= capacity.layout_bytes
+            and self.values_bytes <= capacity.values_bytes
+            and self.payload_bytes <= capacity.payload_bytes
+        )
+
 
 class TensorView(msgspec.Struct, frozen=True, array_like=True):
     """One tensor inside an entry: dtype, shape and stride in the entry's bytes, and its region of the global tensor."""

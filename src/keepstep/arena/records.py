@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import ClassVar, Protocol, Self, TypeVar
 
 import xxhash
 
 from keepstep.errors import IntegrityError
+from keepstep.layout import SnapshotSize
 from keepstep.types import Incarnation, SnapshotInfo, Version
 
 PAGE = 4096
@@ -30,12 +31,9 @@ _PREFIX = struct.Struct("<8sQ")
 _CHECK = struct.Struct("<Q")
 BODY_BYTES = RECORD_BYTES - _PREFIX.size - _CHECK.size
 
-# Trainer header states
-WRITING, COMMITTED = 1, 2
-# Keeper header states
-SEALED = 1
-# Trainer header flags
-INEXACT = 1
+WRITING, COMMITTED = 1, 2  # trainer header states
+SEALED = 1  # keeper header state
+INEXACT = 1  # trainer header flags
 PRINTS = 2  # fingerprints of the tensors follow the values
 
 
@@ -104,7 +102,7 @@ class TrainerHeader:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KeeperHeader:
     """Seal of a slot: the digest of its checksum table and of the trainer header. Written by the keeper only."""
 
@@ -128,11 +126,8 @@ class KeeperHeader:
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        state, chunks, number, nonce, step, sequence, trainer, table, at = cls._STRUCT.unpack_from(body)
-        return cls(
-            state=state, num_chunks=chunks, version=Version(Incarnation(number, nonce), step),
-            trainer_sequence=sequence, trainer_digest=trainer, table_digest=table, sealed_at=at,
-        )  # fmt: skip
+        state, num_chunks, number, nonce, step, *seal = cls._STRUCT.unpack_from(body)
+        return cls(state, num_chunks, Version(Incarnation(number, nonce), step), *seal)
 
 
 @dataclass(frozen=True)
@@ -302,22 +297,19 @@ def decode_copy(kind: type[R], data: bytes) -> tuple[int, R] | None:
     return sequence, kind.parse(data[_PREFIX.size :])
 
 
+def _decode_pair(kind: type[R], pair: bytes) -> list[tuple[int, R] | None]:
+    return [decode_copy(kind, half) for half in (pair[:RECORD_BYTES], pair[RECORD_BYTES : 2 * RECORD_BYTES])]
+
+
 def newest(kind: type[R], pair: bytes) -> tuple[int, R] | None:
     """The newer sound copy of a pair: the current record, with its sequence."""
-    copies = [
-        copy
-        for copy in (decode_copy(kind, pair[:RECORD_BYTES]), decode_copy(kind, pair[RECORD_BYTES : 2 * RECORD_BYTES]))
-        if copy is not None
-    ]
-    return max(copies, key=lambda copy: copy[0]) if copies else None
+    copies = [copy for copy in _decode_pair(kind, pair) if copy is not None]
+    return max(copies, key=lambda copy: copy[0], default=None)
 
 
-def next_copy(kind: type[Record], pair: bytes) -> tuple[int, int]:
+def next_copy(kind: type[R], pair: bytes) -> tuple[int, int]:
     """(sequence, 0 or 1) of the copy to write next: the older one is overwritten."""
-    sequences = [
-        copy[0] if (copy := decode_copy(kind, half)) else -1
-        for half in (pair[:RECORD_BYTES], pair[RECORD_BYTES : 2 * RECORD_BYTES])
-    ]
+    sequences = [copy[0] if copy else -1 for copy in _decode_pair(kind, pair)]
     return max(*sequences, 0) + 1, 0 if sequences[0] <= sequences[1] else 1
 
 
@@ -328,9 +320,12 @@ def write_pair(record: Record, pair: bytes, write: Callable[[int, bytes], None])
     return sequence
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ArenaHeader:
-    """Identity and geometry of an arena, in its first 1,024 bytes. Written once, before the memfd is passed on."""
+    """Identity and geometry of an arena, in its first 1,024 bytes. Written once, before the memfd is passed on.
+
+    Fields as in `_STRUCT`.
+    """
 
     MAGIC: ClassVar[bytes] = b"KSARENA1"
     SIZE: ClassVar[int] = 1024
@@ -353,11 +348,9 @@ class ArenaHeader:
     def encode(self) -> bytes:
         run, node = self.run_id.encode(), self.node_id.encode()
         assert max(len(run), len(node)) <= 200, "identify() bounds both"
-        content = self._STRUCT.pack(
-            self.MAGIC, FORMAT, self.num_slots, self.local_index, self.generation,
-            self.layout_capacity, self.values_capacity, self.table_capacity, self.payload_capacity,
-            self.slot_stride, self.first_slot, self.arena_id, self.instance, len(run), len(node), run, node,
-        ).ljust(self.SIZE - _CHECK.size, b"\0")  # fmt: skip
+        *fields, _, _ = astuple(self)
+        content = self._STRUCT.pack(self.MAGIC, FORMAT, *fields, len(run), len(node), run, node)
+        content = content.ljust(self.SIZE - _CHECK.size, b"\0")
         return content + _CHECK.pack(xxhash.xxh3_64_intdigest(content))
 
     @classmethod
@@ -367,17 +360,15 @@ class ArenaHeader:
         (check,) = _CHECK.unpack_from(data, cls.SIZE - _CHECK.size)
         if check != xxhash.xxh3_64_intdigest(data[: -_CHECK.size]):
             raise IntegrityError("the arena header does not match its checksum")
-        (_, form, slots, index, gen, lay, val, tab, pay, stride, first, aid, inst, run_len, node_len, run, node) = (
-            cls._STRUCT.unpack_from(data)
-        )
+        _, form, *fields, run_len, node_len, run, node = cls._STRUCT.unpack_from(data)
         if form != FORMAT:
             raise IntegrityError(f"arena format {form} is not the one this keepstep reads ({FORMAT})")
         if run_len > 200 or node_len > 200:
             raise IntegrityError("the arena header contradicts itself")
-        run_id = run[:run_len].decode(errors="replace")
-        node_id = node[:node_len].decode(errors="replace")
-        return cls(
-            num_slots=slots, local_index=index, generation=gen, layout_capacity=lay, values_capacity=val,
-            table_capacity=tab, payload_capacity=pay, slot_stride=stride, first_slot=first, arena_id=aid,
-            instance=inst, run_id=run_id, node_id=node_id,
-        )  # fmt: skip
+        fields += [run[:run_len].decode(errors="replace"), node[:node_len].decode(errors="replace")]
+        return cls(*fields)
+
+    @property
+    def capacity(self) -> SnapshotSize:
+        """Room for one snapshot, in each slot."""
+        return SnapshotSize(self.layout_capacity, self.values_capacity, self.payload_capacity)

@@ -130,10 +130,8 @@ class Arena:
         if problem:
             raise IntegrityError(f"the arena header contradicts itself: {problem}")
         if (header.run_id, header.node_id) != (run_id, node_id):
-            raise IntegrityError(
-                f"the arena belongs to run {header.run_id!r} on node {header.node_id!r}, "
-                f"not to {run_id!r} on {node_id!r}"
-            )
+            owner = f"run {header.run_id!r} on node {header.node_id!r}"
+            raise IntegrityError(f"the arena belongs to {owner}, not to {run_id!r} on {node_id!r}")
         return cls(segment, header)
 
     @property
@@ -141,11 +139,7 @@ class Arena:
         return self.header.num_slots
 
     def fits(self, need: SnapshotSize) -> bool:
-        return (
-            need.layout_bytes <= self.header.layout_capacity
-            and need.values_bytes <= self.header.values_capacity
-            and need.payload_bytes <= self.header.payload_capacity
-        )
+        return need.fits(self.header.capacity)
 
     # Geometry
 
@@ -186,8 +180,7 @@ class Arena:
         return h.newest(kind, self.segment.read(offset, 2 * h.RECORD_BYTES))
 
     def _record(self, kind: type[R], offset: int) -> R | None:
-        newest = self._read(kind, offset)
-        return newest[1] if newest else None
+        return newest[1] if (newest := self._read(kind, offset)) else None
 
     def _write(self, record: h.Record, offset: int) -> int:
         pair = self.segment.read(offset, 2 * h.RECORD_BYTES)
@@ -245,11 +238,12 @@ class Arena:
         if committed is None or keeper is None or keeper.state != h.SEALED:
             return None
         sequence, trainer = committed
-        if keeper.trainer_sequence != sequence or keeper.trainer_digest != trainer_digest(trainer):
-            return None
-        if keeper.version != trainer.version:
-            return None
-        return SealedSlot(slot, trainer, keeper)
+        sealed = (keeper.trainer_sequence, keeper.trainer_digest, keeper.version)
+        return (
+            SealedSlot(slot, trainer, keeper)
+            if sealed == (sequence, trainer_digest(trainer), trainer.version)
+            else None
+        )
 
     def close(self) -> None:
         self.segment.close()

@@ -94,8 +94,7 @@ def plan(inventories: Mapping[str, Inventory], homes: Mapping[int, str], silent:
         if newest is not None and newest > version and not any(str(newest) in reason for reason in reasons):
             reasons.append(f"{newest} was complete once and is not held any more")
         reasons.append(f"{version} is the newest version that all {len(pieces)} ranks can get: {_sources(pieces)}")
-        holding = next((h for held in sources.by_rank.values() for _, h in held), None)
-        local = holding.local_world_size if holding else 0
+        local = next((h.local_world_size for held in sources.by_rank.values() for _, h in held), 0)
         holders = {node_id for held in sources.by_rank.values() for node_id, _ in held}
         return Plan(version, pieces, tuple(reasons), "", local, sources.world_size, tuple(sorted(holders)))
     if silent:
@@ -162,10 +161,9 @@ def _pieces(
     for rank in range(sources.world_size):
         held = sources.by_rank.get(rank, [])
         if held:
-            node_id, holding = min(
-                held, key=lambda entry: (entry[0] != homes.get(rank, entry[0]), entry[0], entry[1].slot)
-            )
-            source = OWN if homes.get(rank, node_id) == node_id else PEER
+            home = homes.get(rank)
+            node_id, holding = min(held, key=lambda held: (home not in (None, held[0]), held[0], held[1].slot))
+            source = OWN if home in (None, node_id) else PEER
             where = (holding.size_bytes, holding.local_index, holding.arena_id, holding.slot)
             pieces.append(RankSource(version, rank, source, node_id, *where))
             continue

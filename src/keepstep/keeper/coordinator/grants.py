@@ -20,7 +20,6 @@ SERIALIZED_GRANTS = 16
 
 
 def count(job: CoordinatorState, report: Report) -> None:
-    """Take a report into account."""
     seen = report.orders is not None and report.orders.order >= job.order_at(job.orders.retain_seq)
     (job.grants.room.add if report.room and seen else job.grants.room.discard)(report.node_id)
     for progress in report.grants:
@@ -36,9 +35,7 @@ def settle(job: CoordinatorState, now: float) -> None:
         grant = grants.open[0]
         if len(grant.progress) < num_nodes:
             break
-        if grant.void is None and grant.num_sealed < num_nodes:
-            break
-        if grant.void is None and not _replicas_agree(job, grant):
+        if grant.void is None and (grant.num_sealed < num_nodes or not _replicas_agree(job, grant)):
             break
         grants.open.pop(0)
         if grant.void is None:
@@ -96,28 +93,21 @@ def grant(job: CoordinatorState, now: float) -> None:
     if not job.orders.ready:
         job.change(ready=True)
     unwritten = sum(len(grant.progress) < num_nodes for grant in grants.open)
-    if unwritten > int(_may_overlap(job)) or len(grants.open) >= max(2, job.slots) - 1:
+    # A grant may be given while the one before is not committed everywhere.
+    may_overlap = job.slots >= 3 and grants.serial >= grants.serialized_until
+    if unwritten > int(may_overlap) or len(grants.open) >= max(2, job.slots) - 1 or len(grants.room) < num_nodes:
         return
-    if len(grants.room) < num_nodes:
-        return
-    step = _next_step(job, now)
     grants.serial += 1
-    grants.open.append(JobGrant(grants.serial, step, overlaps_previous=unwritten > 0))
+    grants.open.append(JobGrant(grants.serial, _next_step(job, now), overlaps_previous=unwritten > 0))
     job.change(grants=open_orders(job), serial=grants.serial)
     job.expect_room()
 
 
-def _may_overlap(job: CoordinatorState) -> bool:
-    """A grant may be given while the one before is not committed everywhere."""
-    return job.slots >= 3 and job.grants.serial >= job.grants.serialized_until
-
-
 def _next_step(job: CoordinatorState, now: float) -> int:
     """Ahead of the furthest rank by what an order takes to arrive, and a multiple of `every`."""
-    reports = job.reports()
+    reports, lead = job.reports(), job.grants.lead
     step_s = max(report.step_s for report in reports)
     furthest = max(_progress_now(view, now) for view in job.views.values())
-    lead = job.grants.lead
     if len(job.views) > 1 and step_s > 0:
         lead = max(lead, math.ceil(DELIVERY_S * job.grants.lead / step_s) + 1)
     if job.grants.open:
@@ -129,9 +119,8 @@ def _next_step(job: CoordinatorState, now: float) -> int:
 def _progress_now(view: NodeView, now: float) -> int:
     report = view.report
     assert report is not None
-    if report.step_s <= 0:
-        return report.progress
-    return report.progress + math.floor((now - view.received_at) / report.step_s)
+    steps = math.floor((now - view.received_at) / report.step_s) if report.step_s > 0 else 0
+    return report.progress + steps
 
 
 def open_orders(job: CoordinatorState) -> tuple[GrantOrder, ...]:

@@ -12,7 +12,6 @@ from keepstep.keeper.coordinator.state import CoordinatorState
 
 
 def count(job: CoordinatorState, report: Report, now: float) -> None:
-    """Take a report into account."""
     node_id, protection = report.node_id, job.protection
     (protection.unlinked.add if report.unreachable else protection.unlinked.discard)(node_id)
     key, exchange = job.target_key, report.exchange
@@ -49,10 +48,9 @@ def protect(job: CoordinatorState, now: float) -> None:
 
 def _set_target(job: CoordinatorState, now: float) -> None:
     orders, protection = job.orders, job.protection
-    newest = orders.complete
+    newest, by = orders.complete, orders.protected_by
     if newest is None or now < protection.retry_at:
         return
-    by = orders.protected_by
     if newest == orders.protected and by is not None and by.incarnation == job.incarnation:
         return
     if orders.exposed and _cut_off(job):

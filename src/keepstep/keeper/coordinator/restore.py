@@ -17,7 +17,6 @@ from keepstep.types import Version
 
 
 def count(job: CoordinatorState, report: Report) -> None:
-    """Take a report into account."""
     ready = report.restored == job.restore.plan_number and job.restore.plan is not None
     (job.restore.ready.add if ready else job.restore.ready.discard)(report.node_id)
     for failure in report.failures:
@@ -59,8 +58,7 @@ def _make_plan(job: CoordinatorState, now: float) -> None:
             chosen = best
             for view in (*job.views.values(), *job.sources.values()):
                 view.away.clear()
-    job.restore.planned_at = now
-    job.restore.inventories = inventories
+    job.restore.planned_at, job.restore.inventories = now, inventories
     job.restore.covered_by = covering(inventories, chosen.version) if chosen.version is not None else None
     problem = _mismatch(job, chosen, None if alone else len(homes))
     if problem:
@@ -75,16 +73,12 @@ def _mismatch(job: CoordinatorState, chosen: Plan, num_ranks: int | None) -> str
     if version is None:
         return ""
     if num_ranks is not None and chosen.world_size != num_ranks:
-        return (
-            f"{version} was saved by {chosen.world_size} ranks, this job has {num_ranks}: "
-            "start with the same number of ranks, or give the state up with keepstep release"
-        )
+        advice = "start with the same number of ranks, or give the state up with keepstep release"
+        return f"{version} was saved by {chosen.world_size} ranks, this job has {num_ranks}: {advice}"
     if version.incarnation.number >= job.incarnation.number:
         # What this incarnation saves would count as older. The next one gets a larger number.
-        return (
-            f"{version} was given back when incarnation {job.incarnation.number} had begun: "
-            "the launcher restarts the job"
-        )
+        begun = f"incarnation {job.incarnation.number} had begun"
+        return f"{version} was given back when {begun}: the launcher restarts the job"
     return ""
 
 

@@ -127,9 +127,8 @@ class CoordinatorState:
 
     @property
     def target_key(self) -> SetKey | None:
-        if self.orders.target is None:
-            return None
-        return SetKey(self.orders.target, self.incarnation, self.orders.attempt)
+        target, attempt = self.orders.target, self.orders.attempt
+        return SetKey(target, self.incarnation, attempt) if target is not None else None
 
     @property
     def slots(self) -> int:
@@ -186,7 +185,6 @@ class JobGrant:
                 self.void, self.late = (progress.rank, f"ranks captured different steps: {steps}"), True
 
     def diverge(self, rank: int, reason: str, paths: tuple[str, ...]) -> None:
-        """Its replicas differ: it is void."""
         self.void, self.diverged = (rank, reason), paths
 
 

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from keepstep.arena.slots import AUTO, FEW_SLOTS
 from keepstep.control.messages import ArenaGiven, WantArena
-from keepstep.errors import KeeperError
 from keepstep.keeper.node.effects import CreateArena, DropArena, SealSlot, Send
-from keepstep.keeper.node.events import ArenaAdded, ArenaRefused, Conn
+from keepstep.keeper.node.events import ArenaAdded, ArenaRefused
 from keepstep.keeper.node.state import COMMITTED, FREE, GRANTED, ArenaState, NodeState, RegisteredTrainer, Slot
-from keepstep.layout import SnapshotSize
 
 MAX_DAMAGED = 64  # sentences kept for inventories and `keepstep inspect`
 
 
-def requested(node: NodeState, conn: Conn, wanted: WantArena) -> None:
+def requested(node: NodeState, trainer: RegisteredTrainer, wanted: WantArena) -> None:
     """Give a trainer the arena it has, or have a larger one created."""
-    trainer = node.trainers.by_conn(conn)
-    if trainer is None:
-        node.reply_error(conn, wanted.ticket, KeeperError("register first"))
-        return
     arena = node.arenas.of(trainer.index)
-    if arena is None or wanted.slots not in (AUTO, len(arena.slots)) or not _fits(wanted.need, arena.capacity):
+    if arena is None or wanted.slots not in (AUTO, len(arena.slots)) or not wanted.need.fits(arena.capacity):
         generation, num_ranks = node.arenas.next_generation(trainer.index), trainer.register.local_world_size
-        node.emit(CreateArena(conn, wanted, trainer.index, generation, num_ranks))
+        node.emit(CreateArena(trainer.conn, wanted, trainer.index, generation, num_ranks))
         return
     move_to(node, trainer, arena.arena_id)
-    node.emit(Send(conn, ArenaGiven(arena.arena_id, arena.size_bytes, False, wanted.ticket), arena.arena_id))
+    node.emit(Send(trainer.conn, ArenaGiven(arena.arena_id, arena.size_bytes, False, wanted.ticket), arena.arena_id))
 
 
 def slots_per_rank(node: NodeState) -> int:
@@ -107,11 +101,3 @@ def drop_replaced(node: NodeState) -> None:
         if replaced and not busy:
             del node.arenas.by_id[arena.arena_id]
             node.emit(DropArena(arena.arena_id, "its rank writes another one"))
-
-
-def _fits(need: SnapshotSize, capacity: SnapshotSize) -> bool:
-    return (
-        need.layout_bytes <= capacity.layout_bytes
-        and need.values_bytes <= capacity.values_bytes
-        and need.payload_bytes <= capacity.payload_bytes
-    )

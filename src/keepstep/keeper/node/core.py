@@ -23,9 +23,10 @@ from collections.abc import Callable
 from typing import Any
 
 from keepstep.control.messages import Committed, Goodbye, Loaded, NodeCard, Void, WantArena, WantRestore
+from keepstep.errors import KeeperError
 from keepstep.keeper.node import arenas, events, orders, protection, restore, snapshots, trainers
 from keepstep.keeper.node.effects import DiscardFetchedArena, Effect, End, KeepFetchedArena
-from keepstep.keeper.node.state import NodeState
+from keepstep.keeper.node.state import NodeState, RegisteredTrainer
 
 # No rank reports anything with these, and no slot changes: there is no grant to take up.
 NOT_OF_RANKS = (
@@ -67,9 +68,8 @@ class Core(NodeState):
             self.emit(End("the lease ran out: no launcher and no trainer is left"))
 
     def lease_left_s(self) -> float | None:
-        if self.lease_since is None:
-            return None
-        return max(0.0, self.config.keeper.lease_s - (self.now - self.lease_since))
+        since = self.lease_since
+        return None if since is None else max(0.0, self.config.keeper.lease_s - (self.now - since))
 
 
 def _arena_added(node: NodeState, event: events.ArenaAdded) -> None:
@@ -101,7 +101,11 @@ def _snapshot_fetched(node: NodeState, event: events.SnapshotFetched) -> None:
 
 
 def _from_trainer(node: NodeState, event: events.FromTrainer) -> None:
-    _FROM_TRAINER[type(event.message)](node, event.conn, event.message)
+    trainer, message = node.trainers.by_conn(event.conn), event.message
+    if trainer is not None:
+        _FROM_TRAINER[type(message)](node, trainer, message)
+    elif isinstance(message, WantRestore | WantArena | Loaded):
+        node.reply_error(event.conn, message.ticket, KeeperError("register first"))
 
 
 def _tick(node: NodeState, event: events.Tick) -> None:
@@ -110,7 +114,7 @@ def _tick(node: NodeState, event: events.Tick) -> None:
     orders.watch_peers(node)
 
 
-_FROM_TRAINER: dict[type, Callable[[NodeState, events.Conn, Any], None]] = {
+_FROM_TRAINER: dict[type, Callable[[NodeState, RegisteredTrainer, Any], None]] = {
     WantRestore: restore.requested,
     WantArena: arenas.requested,
     Loaded: restore.loaded,

@@ -14,16 +14,8 @@ from keepstep.control.messages import NodeCard
 from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, Orders, Report
 from keepstep.keeper.coordinator.state import GATHERING
-from keepstep.keeper.node import arenas, protection, restore, snapshots
-from keepstep.keeper.node.effects import (
-    DropReplicaCache,
-    End,
-    Kill,
-    ReadReplicaDigests,
-    SendToPeer,
-    SetPeers,
-    WriteLedger,
-)
+from keepstep.keeper.node import arenas, effects, protection, restore, snapshots
+from keepstep.keeper.node.effects import Kill, SendToPeer, SetPeers
 from keepstep.keeper.node.events import MembershipSet, PeerLink, PeerMessage, ReplicaDigestsRead
 from keepstep.keeper.node.state import CORRUPT, RESTORING, SERVING, NodeState
 from keepstep.recovery.inventory import SetKey
@@ -75,25 +67,24 @@ def _apply_own_orders(node: NodeState, coordinator: Coordinator) -> None:
 
 def appoint(node: NodeState) -> None:
     """Become the coordinator of this incarnation, where that is this node's part."""
-    orders = node.orders
+    orders, membership = node.orders, node.orders.membership
     if orders.coordinator is not None and orders.coordinator.incarnation == node.incarnation:
         return
     orders.coordinator, orders.report_changed = None, True
     if node.state not in (RESTORING, SERVING) or not node.trainers.registered:
         return
     register = next(iter(node.trainers.registered.values())).register
-    if register.world_size == register.local_world_size:
-        members = {node.card.node_id: node.card.domain}
-        orders.coordinator = Coordinator(node.incarnation, members, now=node.now, deadlines=node.deadlines)
+    alone = register.world_size == register.local_world_size
+    if alone:
+        nodes, former = [node.card], []
+    elif membership is not None and membership.incarnation == node.incarnation and membership.node_rank == 0:
+        nodes, former = list(membership.nodes), list(membership.former)
+    else:
         return
-    membership = orders.membership
-    if membership is None or membership.incarnation != node.incarnation or membership.node_rank != 0:
-        return
-    members = {card.node_id: card.domain for card in membership.nodes}
-    former = tuple(card.node_id for card in membership.former)
-    orders.coordinator = Coordinator(node.incarnation, members, former, now=node.now, deadlines=node.deadlines)
-    # The membership of the others names the keeper that coordinated before this one.
-    orders.coordinator.set_card(node.card)
+    members, sources = {card.node_id: card.domain for card in nodes}, tuple(card.node_id for card in former)
+    orders.coordinator = Coordinator(node.incarnation, members, sources, now=node.now, deadlines=node.deadlines)
+    if not alone:  # the membership of the others names the keeper that coordinated before this one
+        orders.coordinator.set_card(node.card)
 
 
 def begin_incarnation(node: NodeState) -> None:
@@ -237,10 +228,8 @@ def _step_s(node: NodeState, progress: int) -> float:
 
 
 def _unreachable(node: NodeState) -> tuple[str, ...]:
-    group = node.orders.active.group
-    if group is None:
-        return ()
-    return tuple(m for m in group.members if m != node.card.node_id and not node.orders.links.get(m))
+    members = node.orders.active.group.members if node.orders.active.group is not None else ()
+    return tuple(m for m in members if m != node.card.node_id and not node.orders.links.get(m))
 
 
 def _finished(node: NodeState) -> bool:
@@ -307,10 +296,10 @@ def take_orders(node: NodeState, orders: Orders) -> bool:
     if own.active.ready:
         restore.answer_loaded(node)
         if not before.ready:
-            node.emit(DropReplicaCache())
+            node.emit(effects.DropReplicaCache())
     snapshots.report_outcomes(node, closed, before)
     if own.active.finished:
-        node.emit(End("training finished"))
+        node.emit(effects.End("training finished"))
     return changed or issued or bool(closed)
 
 
@@ -333,7 +322,7 @@ def _retain(node: NodeState, before: Orders) -> None:
     if active.audit != before.audit:
         node.orders.audit = None  # the answer to the question before is large, and in every report
         if active.audit is not None:
-            node.emit(ReadReplicaDigests(active.audit))
+            node.emit(effects.ReadReplicaDigests(active.audit))
     write_ledger(node)
 
 
@@ -353,7 +342,7 @@ def write_ledger(node: NodeState) -> None:
         epoch=active.epoch if current else 0, seq=active.seq if current else 0, attempt=active.attempt,
         settled=node.grants.last_resolved_serial,
     )  # fmt: skip
-    node.emit(WriteLedger(ledger))
+    node.emit(effects.WriteLedger(ledger))
 
 
 def adopt_ledger(node: NodeState, ledger: Ledger) -> None:

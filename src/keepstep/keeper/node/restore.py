@@ -12,17 +12,15 @@ from keepstep.errors import Error, IntegrityError, KeeperError, RecoveryError
 from keepstep.keeper.coordinator.messages import Failure, RestoreOrder
 from keepstep.keeper.node import arenas
 from keepstep.keeper.node.effects import CancelFetches, FetchSnapshot, Send, SendSnapshot, VerifySlot
-from keepstep.keeper.node.events import Conn, SlotVerified, SnapshotFetched
+from keepstep.keeper.node.events import SlotVerified, SnapshotFetched
 from keepstep.keeper.node.state import (
     CORRUPT,
     FREE,
     RESTORING,
     SEALED,
     SERVING,
-    ArenaState,
     NodeState,
     RegisteredTrainer,
-    Slot,
     SnapshotPlace,
 )
 from keepstep.recovery.plan import OWN, REBUILD, RankSource
@@ -44,18 +42,13 @@ def _forget_plan(node: NodeState) -> None:
     if restore.fetching and restore.order is not None:
         node.emit(CancelFetches(restore.order.number))
     restore.order, restore.ready_number = None, 0
-    restore.verifying.clear()
-    restore.fetching.clear()
-    restore.places.clear()
-    restore.failures.clear()
+    for planned in (restore.verifying, restore.fetching, restore.places, restore.failures):
+        planned.clear()
 
 
-def requested(node: NodeState, conn: Conn, wanted: WantRestore) -> None:
+def requested(node: NodeState, trainer: RegisteredTrainer, wanted: WantRestore) -> None:
     """A rank waits for its snapshot."""
-    if node.trainers.by_conn(conn) is None:
-        node.reply_error(conn, wanted.ticket, KeeperError("register first"))
-        return
-    node.restore.requests.append((conn, wanted))
+    node.restore.requests.append((trainer.conn, wanted))
     answer_requests(node)
 
 
@@ -100,26 +93,20 @@ def _obtain(node: NodeState, order: RestoreOrder, piece: RankSource) -> None:
         slot = node.arenas.slot(piece.arena_id, piece.slot)
         if slot is None or slot.version != piece.version or slot.state != SEALED:
             _fail_here(node, order, piece, "it is damaged or gone")  # since the node's last report
-            return
-        _verify(node, piece.rank, SnapshotPlace(piece.arena_id, piece.slot, piece.size_bytes), piece.version)
+        else:
+            _verify(node, piece.rank, SnapshotPlace(piece.arena_id, piece.slot, piece.size_bytes), piece.version)
         return
     trainer = node.trainers.by_rank(piece.rank)
     if trainer is None:
         _fail_here(node, order, piece, f"rank {piece.rank} has left this node")
-        return
-    held = _held(node, piece, trainer)
-    if held is not None:
+    elif (held := _held(node, piece, trainer)) is not None:
         _verify(node, piece.rank, held, piece.version)
-        return
-    node.restore.fetching.add(piece.rank)
-    arena, slot = _target(node, piece, trainer)
-    node.emit(
-        FetchSnapshot(
-            order.number, piece, trainer.index, trainer.register.local_world_size, trainer.register.slots,
-            node.arenas.next_generation(trainer.index), arena.arena_id if arena is not None else "",
-            slot.index if slot is not None else 0, order.holders,
-        )
-    )  # fmt: skip
+    else:
+        node.restore.fetching.add(piece.rank)
+        index, register = trainer.index, trainer.register
+        generation, target = node.arenas.next_generation(index), _target(node, piece, trainer)
+        sizes = (register.local_world_size, register.slots, generation)
+        node.emit(FetchSnapshot(order.number, piece, index, *sizes, *target, order.holders))
 
 
 def _verify(node: NodeState, rank: int, place: SnapshotPlace, version: Version) -> None:
@@ -141,13 +128,13 @@ def _held(node: NodeState, piece: RankSource, trainer: RegisteredTrainer) -> Sna
     return None
 
 
-def _target(node: NodeState, piece: RankSource, trainer: RegisteredTrainer) -> tuple[ArenaState | None, Slot | None]:
-    """The slot to fetch into; none: a new arena."""
+def _target(node: NodeState, piece: RankSource, trainer: RegisteredTrainer) -> tuple[str, int]:
+    """Arena and slot to fetch into; "": a new arena."""
     arena = node.arenas.of(trainer.index)
     if arena is None or any(s.version == piece.version and s.state == SEALED for s in arena.slots):
-        return None, None  # another rank's snapshot of this version stays there: both would leave no slot to write
+        return "", 0  # another rank's snapshot of this version stays there: both would leave no slot to write
     slot = next((s for s in arena.slots if s.state in (FREE, CORRUPT)), None)
-    return (arena, slot) if slot is not None else (None, None)
+    return (arena.arena_id, slot.index) if slot is not None else ("", 0)
 
 
 def follows(node: NodeState, plan: int) -> bool:
@@ -176,10 +163,10 @@ def verified(node: NodeState, event: SlotVerified) -> None:
     key, slot = (event.arena_id, event.slot), node.arenas.slot(event.arena_id, event.slot)
     if event.problem and slot is not None:
         rank = slot.info.rank if slot.info is not None else -1
-        if slot.version == event.version and slot.state == SEALED:
+        corrupt = slot.version == event.version and slot.state == SEALED
+        if corrupt:
             arenas.mark_corrupt(node, slot, f"rank {rank}, {event.version}: {event.problem}")
-            _fail_own(node, rank, event)
-        elif key in node.restore.verifying:
+        if corrupt or key in node.restore.verifying:
             _fail_own(node, rank, event)
     if key in node.restore.verifying:
         node.restore.verifying.discard(key)
@@ -203,26 +190,23 @@ def _fail(node: NodeState, failure: Failure) -> None:
 
 
 def _check_ready(node: NodeState) -> None:
-    restore = node.restore
-    order = restore.order
+    restore, order = node.restore, node.restore.order
     if order is None or order.failure or restore.verifying or restore.fetching:
         return
-    if restore.failures:
-        if order.begin and node.state == RESTORING:  # too late for another plan: the rank's request is refused
-            _begin(node)
-        return
-    if all(piece.rank in restore.places for piece in order.pieces):
+    if not restore.failures:
+        if any(piece.rank not in restore.places for piece in order.pieces):
+            return
         restore.ready_number = order.number
-        if order.begin and node.state == RESTORING:  # all others have begun, and this keeper is a new one
-            _begin(node)
+    # All others have begun. This keeper is a new one, or it is too late for another plan: then requests are refused.
+    if order.begin and node.state == RESTORING:
+        _begin(node)
 
 
 def _begin(node: NodeState) -> None:
     """All nodes are ready: this incarnation begins."""
-    order = node.restore.order
-    assert order is not None
+    assert node.restore.order is not None
     node.enter(SERVING)
-    node.log("info", "restore decided", plan=list(order.reasons), failure=order.failure)
+    node.log("info", "restore decided", plan=list(node.restore.order.reasons), failure=node.restore.order.failure)
     _refuse_other_versions(node)
 
 
@@ -281,21 +265,17 @@ def _answer(node: NodeState, trainer: RegisteredTrainer, ticket: int) -> Restore
 # Loaded
 
 
-def loaded(node: NodeState, conn: Conn, message: Loaded) -> None:
+def loaded(node: NodeState, trainer: RegisteredTrainer, message: Loaded) -> None:
     """A rank has its state and is ready for the first step."""
-    trainer = node.trainers.by_conn(conn)
-    if trainer is None:
-        node.reply_error(conn, message.ticket, KeeperError("register first"))
-        return
     dead = [t.rank for t in node.trainers.registered.values() if not t.alive]
     if dead:
-        node.reply_error(conn, message.ticket, _ended_meanwhile(dead[0]))
+        node.reply_error(trainer.conn, message.ticket, _ended_meanwhile(dead[0]))
         return
     arena = node.arenas.of(trainer.index)
     if not trainer.arena_id and arena is not None:  # the keeper before this one gave it the arena
         trainer.move_to(arena.arena_id)
     trainer.set_loaded(True)
-    node.restore.loaded_requests.append((conn, message))
+    node.restore.loaded_requests.append((trainer.conn, message))
     _refuse_other_versions(node)
 
 

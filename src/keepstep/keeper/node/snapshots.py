@@ -10,28 +10,27 @@ from keepstep.control.messages import Committed, Complete, Protected, Void, Void
 from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, Orders
 from keepstep.keeper.node import arenas
 from keepstep.keeper.node.effects import SealSlot, Send, WriteGrant
-from keepstep.keeper.node.events import Conn, SlotSealed
+from keepstep.keeper.node.events import SlotSealed
 from keepstep.keeper.node.grants import GrantRecord, NodeGrant
 from keepstep.keeper.node.state import COMMITTED, CORRUPT, FREE, GRANTED, SEALED, NodeState, RegisteredTrainer, Slot
 from keepstep.types import Incarnation, Version
 
 
-def committed(node: NodeState, conn: Conn, message: Committed) -> None:
+def committed(node: NodeState, trainer: RegisteredTrainer, message: Committed) -> None:
     """A rank has written a slot: seal it, if it was granted."""
-    trainer = node.trainers.by_conn(conn)
     slot = node.arenas.slot(message.arena_id, message.slot)
-    if trainer is None or slot is None:
+    if slot is None:
         return
     arena, version = node.arenas.by_id[message.arena_id], message.version
     if arena.local_index != trainer.index or version.incarnation != node.incarnation:
         node.problem(f"rank {trainer.rank} committed {version}, which is not its own to commit")
         return
-    if _keep_unclaimed(node, trainer, conn, message):
+    if _keep_unclaimed(node, trainer, message):
         return
     if slot.state == SEALED and slot.version == version:  # sent again after the keeper's death
         complete = node.orders.active.complete
         if complete is not None and complete >= version:
-            node.emit(Send(conn, Complete(version)))
+            node.emit(Send(trainer.conn, Complete(version)))
         return
     if slot.state == COMMITTED and slot.version == version:
         node.grants.commit(trainer.index, message, trainer.rank)
@@ -42,12 +41,9 @@ def committed(node: NodeState, conn: Conn, message: Committed) -> None:
         node.problem(f"rank {trainer.rank} committed slot {message.slot}, which was not granted")
 
 
-def void(node: NodeState, conn: Conn, message: Void) -> None:
+def void(node: NodeState, trainer: RegisteredTrainer, message: Void) -> None:
     """A rank cannot honour a grant."""
-    trainer = node.trainers.by_conn(conn)
-    if trainer is None or _keep_unclaimed(node, trainer, conn, message):
-        return
-    if node.grants.void(trainer.index, message, trainer.rank):
+    if not _keep_unclaimed(node, trainer, message) and node.grants.void(trainer.index, message, trainer.rank):
         node.count("voids")
         node.log("warning", "grant void", rank=trainer.rank, step=message.version.step, reason=message.reason)
 
@@ -71,11 +67,11 @@ def sealed(node: NodeState, event: SlotSealed) -> None:
     node.count("seal_seconds", event.took_s)
 
 
-def _keep_unclaimed(node: NodeState, trainer: RegisteredTrainer, conn: Conn, message: Committed | Void) -> bool:
+def _keep_unclaimed(node: NodeState, trainer: RegisteredTrainer, message: Committed | Void) -> bool:
     """Keep a report of a rank that came back first: its grants are taken up only when all ranks are back."""
     if not node.grants.awaits_takeover(trainer.index, node.incarnation):
         return False
-    node.grants.keep_unclaimed(trainer.index, conn, message)
+    node.grants.keep_unclaimed(trainer.index, trainer.conn, message)
     return True
 
 
@@ -142,15 +138,11 @@ def _free_slot(node: NodeState, trainer: RegisteredTrainer) -> Slot | None:
     arena = node.arenas.by_id.get(trainer.arena_id)
     if arena is None or arena.quarantined or arena.arena_id in node.preparing:
         return None
-    retain = node.retain
+    retain, oldest = node.retain, Version(Incarnation(0, 0), -1)
     in_use = node.grants.slots_in_use(trainer.index, trainer.arena_id)
     order = {FREE: 0, CORRUPT: 1, SEALED: 2}
-    usable = [
-        slot
-        for slot in arena.slots
-        if slot.state in order and slot.index not in in_use and not (slot.state == SEALED and slot.version in retain)
-    ]
-    oldest = Version(Incarnation(0, 0), -1)
+    usable = [slot for slot in arena.slots if slot.state in order and slot.index not in in_use]
+    usable = [slot for slot in usable if slot.state != SEALED or slot.version not in retain]
     return min(usable, key=lambda slot: (order[slot.state], slot.version or oldest), default=None)
 
 
@@ -180,8 +172,7 @@ def report_outcomes(node: NodeState, closed: list[tuple[NodeGrant, GrantOutcome]
             if outcome.version is not None:
                 node.emit_last(Send(trainer.conn, Complete(outcome.version, orders.group is None)))
             elif index in grant.committed:
-                diverged = list(outcome.diverged)
-                message = Voided(grant.committed[index], outcome.rank, outcome.reason, diverged)
+                message = Voided(grant.committed[index], outcome.rank, outcome.reason, list(outcome.diverged))
                 node.emit_last(Send(trainer.conn, message))
         node.count("complete_versions" if outcome.version is not None else "void_versions")
         if outcome.diverged:
@@ -206,10 +197,13 @@ def take_up_grants(node: NodeState) -> bool:
 def claim_reports(node: NodeState) -> None:
     """Handle what ranks reported before their grants were taken up."""
     for conn, message in node.grants.take_unclaimed():
+        trainer = node.trainers.by_conn(conn)
+        if trainer is None:
+            continue
         if isinstance(message, Committed):
-            committed(node, conn, message)
+            committed(node, trainer, message)
         else:
-            void(node, conn, message)
+            void(node, trainer, message)
 
 
 def _taken_up(node: NodeState, records: dict[int, GrantRecord]) -> NodeGrant:

@@ -164,7 +164,6 @@ class RegisteredTrainer:
         return self.alive and self.finished is None
 
     def move_to(self, arena_id: str) -> None:
-        """It writes this arena from now on."""
         self.arena_id = arena_id
 
     def set_loaded(self, loaded: bool) -> None:
@@ -208,8 +207,7 @@ class NodeTrainers:
         return next((trainer for trainer in self.registered.values() if trainer.rank == rank), None)
 
     def rank_of(self, index: int) -> int:
-        trainer = self.registered.get(index)
-        return trainer.rank if trainer is not None else -1
+        return self.registered[index].rank if index in self.registered else -1
 
     def complete(self) -> bool:
         """All local ranks of this incarnation have registered."""
@@ -241,7 +239,6 @@ class Slot:
     sealed_at: float | None = None
 
     def grant(self) -> None:
-        """The rank may write it now."""
         assert self.state in (FREE, SEALED, CORRUPT), self
         self._empty(GRANTED)
 
@@ -250,7 +247,6 @@ class Slot:
         self._empty(GRANTED)
 
     def commit(self, version: Version) -> None:
-        """The rank has finished writing it."""
         assert self.state == GRANTED, self
         self.state, self.version = COMMITTED, version
 
@@ -261,7 +257,6 @@ class Slot:
         self.state = COMMITTED
 
     def seal(self, info: SnapshotInfo, now: float) -> None:
-        """Its checksums are written."""
         assert self.state == COMMITTED, self
         assert self.version in (None, info.version), self
         self._fill(info, now)
@@ -272,12 +267,10 @@ class Slot:
         self._fill(info, now)
 
     def mark_corrupt(self) -> None:
-        """Its bytes no longer match their checksums."""
         assert self.state == SEALED, self
         self.state = CORRUPT
 
     def free(self) -> None:
-        """Nothing in it is needed."""
         assert self.state in (GRANTED, COMMITTED, SEALED), self
         self._empty(FREE)
 
@@ -325,7 +318,6 @@ class NodeArenas:
         return 1 + max((a.generation for a in self.by_id.values() if a.local_index == index), default=0)
 
     def any_committed(self) -> bool:
-        """A slot still waits for its seal."""
         return any(slot.state == COMMITTED for _, slot in self.slots())
 
 

@@ -12,7 +12,7 @@ from keepstep.control.messages import Goodbye, Register, Registered
 from keepstep.errors import Error, KeeperError
 from keepstep.keeper.node import arenas, orders, restore
 from keepstep.keeper.node.effects import Kill, Send
-from keepstep.keeper.node.events import ArenaAdded, Conn, LauncherSeen, ProcessDied, TrainerRegisters
+from keepstep.keeper.node.events import ArenaAdded, LauncherSeen, ProcessDied, TrainerRegisters
 from keepstep.keeper.node.state import (
     FENCING,
     MAX_STEP,
@@ -68,9 +68,9 @@ def _registration_problem(node: NodeState, event: TrainerRegisters) -> Error | N
 
 def _wrong_incarnation(node: NodeState, event: TrainerRegisters) -> Error | None:
     wanted, opening = event.register.incarnation, node.trainers.opening
+    newest = opening.incarnation if opening else node.incarnation
     if wanted is None:
         return None
-    newest = opening.incarnation if opening else node.incarnation
     if not (1 <= wanted.number < MAX_STEP and 0 <= wanted.nonce < 1 << 64):
         return KeeperError(f"incarnation {wanted} makes no sense")
     if wanted != newest and wanted.number <= newest.number:
@@ -87,11 +87,9 @@ def _place_taken(node: NodeState, event: TrainerRegisters) -> Error | None:
     if current is None or current.pid == event.pid:
         return None
     if register.incarnation == node.incarnation and node.trainers.opening is None:
-        return KeeperError(
-            f"local rank {register.local_index} of incarnation {node.incarnation.number} is, or was, "
-            f"process {current.pid}",
-            hint="a trainer that died is replaced in a new incarnation, with all others",
-        )
+        place = f"local rank {register.local_index} of incarnation {node.incarnation.number}"
+        hint = "a trainer that died is replaced in a new incarnation, with all others"
+        return KeeperError(f"{place} is, or was, process {current.pid}", hint=hint)
     # A running trainer in the same place, under another living launcher: two jobs with one run id.
     launcher = current.register.launcher_pid
     if current.running and launcher in node.trainers.launchers and launcher != register.launcher_pid:
@@ -108,12 +106,10 @@ def _other_settings(node: NodeState, register: Register) -> Error | None:
         return None
     first = others[0].register
     for name in ("world_size", "local_world_size", "every", "slots"):
-        if getattr(first, name) != getattr(register, name):
-            return KeeperError(
-                f"rank {register.rank} has {name}={getattr(register, name)}, "
-                f"rank {first.rank} has {getattr(first, name)}",
-                hint="all ranks of a job need the same settings",
-            )
+        own, other = getattr(register, name), getattr(first, name)
+        if own != other:
+            text = f"rank {register.rank} has {name}={own}, rank {first.rank} has {other}"
+            return KeeperError(text, hint="all ranks of a job need the same settings")
     return None
 
 
@@ -163,10 +159,12 @@ def try_open(node: NodeState) -> None:
         return
     if trainers.awaits_launcher(opening.incarnation, [event.register for event in opening.waiting]):
         return  # what it gives back names the processes to fence
-    if trainers.dying and node.now < opening.deadline:
-        return
     if trainers.dying:
-        _quarantine(node)
+        if node.now < opening.deadline:
+            return
+        arenas.quarantine(node, trainers.dying)
+        node.problem(f"trainers {sorted(trainers.dying)} could not be killed: their ranks get new arenas")
+        trainers.dying.clear()
     trainers.opening = None
     if node.incarnation.number >= opening.incarnation.number:
         # Memory that was given back meanwhile shows that an earlier keeper has opened it, or a later one.
@@ -177,12 +175,6 @@ def try_open(node: NodeState) -> None:
         register(node, event)
     for pid in sorted(opening.dead):
         died(node, ProcessDied(pid))
-
-
-def _quarantine(node: NodeState) -> None:
-    arenas.quarantine(node, node.trainers.dying)
-    node.problem(f"trainers {sorted(node.trainers.dying)} could not be killed: their ranks get new arenas")
-    node.trainers.dying.clear()
 
 
 def _begin(node: NodeState, opening: OpeningIncarnation) -> None:
@@ -270,22 +262,17 @@ def died(node: NodeState, event: ProcessDied) -> None:
     try_open(node)
 
 
-def goodbye(node: NodeState, conn: Conn, message: Goodbye) -> None:
+def goodbye(node: NodeState, trainer: RegisteredTrainer, message: Goodbye) -> None:
     """A trainer closes normally."""
-    trainer = node.trainers.by_conn(conn)
-    if trainer is not None:
-        trainer.finished = message.finished
-        node.grants.withdraw(trainer.index, trainer.rank, "its trainer ended")
+    trainer.finished = message.finished
+    node.grants.withdraw(trainer.index, trainer.rank, "its trainer ended")
 
 
 def watch_orphans(node: NodeState) -> None:
     """Kill trainers whose launcher has been dead for `orphan_s`."""
     trainers = node.trainers
-    lost = [
-        t
-        for t in trainers.registered.values()
-        if t.alive and t.register.launcher_pid and t.register.launcher_pid not in trainers.launchers
-    ]
+    launched = [t for t in trainers.registered.values() if t.alive and t.register.launcher_pid]
+    lost = [t for t in launched if t.register.launcher_pid not in trainers.launchers]
     if not lost:
         trainers.orphaned_since = None
     elif trainers.orphaned_since is None:

@@ -131,10 +131,9 @@ def _missing_bytes(memfd: Memfd) -> int:
 def describe(arena: Arena) -> ArenaAdded:
     """An arena as its headers describe it, as the event that adds it to the core."""
     header = arena.header
-    capacity = SnapshotSize(header.layout_capacity, header.values_capacity, header.payload_capacity)
     slots = tuple(_describe_slot(arena, index) for index in range(arena.num_slots))
     return ArenaAdded(
-        arena.arena_id, header.local_index, header.generation, arena.segment.size_bytes, capacity, slots,
+        arena.arena_id, header.local_index, header.generation, arena.segment.size_bytes, header.capacity, slots,
         arena.ledger(), arena.grant(), arena.progress(),
     )  # fmt: skip
 
