@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -169,3 +170,24 @@ class Status(msgspec.Struct, frozen=True):
     """snapshots that the memory of each rank holds; 0 before it is there"""
     slots_reason: str = ""
     """why so many: the setting, or what `auto` found"""
+
+
+# Why a `take` captured nothing. The order is that of the counts in the arena: only ever append, at most 8.
+SEALING = "sealing"  # The last snapshot is still being sealed.
+COPYING = "copying"  # The last snapshot is still being copied.
+LATER_STEP = "later_step"  # The next snapshot was granted at a later step.
+NO_GRANT = "no_grant"  # The keeper waits for other ranks.
+NO_KEEPER = "no_keeper"  # There is no keeper.
+NO_MEMORY = "no_memory"  # The arena is being made or replaced.
+FAILED = "failed"  # This rank could not capture: the log says why.
+SKIP_KINDS = (SEALING, COPYING, LATER_STEP, NO_GRANT, NO_KEEPER, NO_MEMORY, FAILED)
+
+
+@dataclass(frozen=True)
+class TakeCounts:
+    """How the takes of one trainer ended. Steps that `every` leaves out are not counted."""
+
+    asked: int = 0
+    waited: int = 0  # takes that waited while the device worked
+    waited_us: int = 0
+    skipped: tuple[int, ...] = (0,) * len(SKIP_KINDS)  # by SKIP_KINDS

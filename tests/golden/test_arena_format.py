@@ -15,10 +15,10 @@ import xxhash
 from seals import seal
 
 from keepstep.arena import records as h
-from keepstep.arena.records import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TakeCounts, TrainerHeader
+from keepstep.arena.records import ArenaHeader, Grant, KeeperHeader, Ledger, Progress, TrainerHeader
 from keepstep.arena.slots import Arena, total_bytes
 from keepstep.layout import Entry, Layout, ReplicaSet, TensorView, class_id, digest
-from keepstep.types import Incarnation, Version
+from keepstep.types import Incarnation, TakeCounts, Version
 
 LIFE = Incarnation(0x0102030405060708, 0x1112131415161718)
 OLDER = Incarnation(7, 0xA1A2A3A4A5A6A7A8)

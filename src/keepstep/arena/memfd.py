@@ -130,18 +130,11 @@ class Memfd:
                 raise IntegrityError(f"the arena ends before {offset + len(buffer)}")
             done += count
 
-    def write(self, offset: int, data: bytes) -> None:
+    def write(self, offset: int, data: bytes | memoryview) -> None:
         faults.point("segment.write")
         done = 0
         while done < len(data):
             done += os.pwrite(self.fd, data[done:], offset + done)
-
-    def write_from(self, offset: int, data: memoryview) -> None:
-        """Write a large buffer without copying it first."""
-        faults.point("segment.write")
-        done = 0
-        while done < len(data):
-            done += os.pwritev(self.fd, [data[done:]], offset + done)
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1  # first: another thread must not use a number that was reused by then

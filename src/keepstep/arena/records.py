@@ -22,7 +22,7 @@ import xxhash
 
 from keepstep.errors import IntegrityError
 from keepstep.layout import SnapshotSize
-from keepstep.types import Incarnation, SnapshotInfo, Version
+from keepstep.types import SKIP_KINDS, Incarnation, SnapshotInfo, TakeCounts, Version
 
 PAGE = 4096
 FORMAT = 2
@@ -223,44 +223,12 @@ def _unpack_version(data: bytes) -> Version:
     return Version(Incarnation(number, nonce), step)
 
 
-# Why a `take` captured nothing. The order is that of the counts in Progress: only ever append, at most 8.
-SEALING = "sealing"  # The last snapshot is still being sealed.
-COPYING = "copying"  # The last snapshot is still being copied.
-LATER_STEP = "later_step"  # The next snapshot was granted at a later step.
-NO_GRANT = "no_grant"  # The keeper waits for other ranks.
-NO_KEEPER = "no_keeper"  # There is no keeper.
-NO_MEMORY = "no_memory"  # The arena is being made or replaced.
-FAILED = "failed"  # This rank could not capture: the log says why.
-SKIP_KINDS = (SEALING, COPYING, LATER_STEP, NO_GRANT, NO_KEEPER, NO_MEMORY, FAILED)
-
-
-@dataclass(frozen=True)
-class TakeCounts:
-    """How the takes of one trainer ended. Steps that `every` leaves out are not counted."""
-
-    STRUCT: ClassVar[struct.Struct] = struct.Struct("<3Q8Q")
-
-    asked: int = 0
-    waited: int = 0  # Takes that waited while the device worked.
-    waited_us: int = 0
-    skipped: tuple[int, ...] = (0,) * len(SKIP_KINDS)  # By SKIP_KINDS.
-
-    def pack(self) -> bytes:
-        spare = (0,) * (8 - len(self.skipped))
-        return self.STRUCT.pack(self.asked, self.waited, self.waited_us, *self.skipped, *spare)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Self:
-        asked, waited, waited_us, *skipped = cls.STRUCT.unpack(data)
-        return cls(asked, waited, waited_us, tuple(skipped[: len(SKIP_KINDS)]))
-
-
 @dataclass(frozen=True)
 class Progress:
     """Step of the trainer's last `take`, captured or not, and the trainer's process. Written by the trainer only."""
 
     KIND: ClassVar[bytes] = b"KSPROGRS"
-    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQqQQ")
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQqQQ3Q8Q")
 
     incarnation: Incarnation
     step: int
@@ -270,13 +238,14 @@ class Progress:
     takes: TakeCounts = field(default_factory=TakeCounts)
 
     def body(self) -> bytes:
-        number, nonce = self.incarnation.number, self.incarnation.nonce
-        return self._STRUCT.pack(number, nonce, self.step, self.pid, self.started) + self.takes.pack()
+        number, nonce, takes = self.incarnation.number, self.incarnation.nonce, self.takes
+        counts = (takes.asked, takes.waited, takes.waited_us, *takes.skipped, *(0,) * (8 - len(takes.skipped)))
+        return self._STRUCT.pack(number, nonce, self.step, self.pid, self.started, *counts)
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        number, nonce, step, pid, started = cls._STRUCT.unpack_from(body)
-        takes = TakeCounts.unpack(body[cls._STRUCT.size : cls._STRUCT.size + TakeCounts.STRUCT.size])
+        number, nonce, step, pid, started, asked, waited, waited_us, *skipped = cls._STRUCT.unpack_from(body)
+        takes = TakeCounts(asked, waited, waited_us, tuple(skipped[: len(SKIP_KINDS)]))
         return cls(Incarnation(number, nonce), step, pid, started, takes)
 
 

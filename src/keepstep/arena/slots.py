@@ -48,6 +48,10 @@ class SlotSpan:
     offset: int
     size_bytes: int
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.size_bytes
+
 
 @dataclass(frozen=True)
 class SealedSlot:
@@ -151,16 +155,13 @@ class Arena:
         return SlotSpan(self.slot_offset(slot) + 2 * PAGE, self.header.layout_capacity)
 
     def values_span(self, slot: int) -> SlotSpan:
-        before = self.layout_span(slot)
-        return SlotSpan(before.offset + before.size_bytes, self.header.values_capacity)
+        return SlotSpan(self.layout_span(slot).end, self.header.values_capacity)
 
     def table_span(self, slot: int) -> SlotSpan:
-        before = self.values_span(slot)
-        return SlotSpan(before.offset + before.size_bytes, self.header.table_capacity)
+        return SlotSpan(self.values_span(slot).end, self.header.table_capacity)
 
     def payload_span(self, slot: int) -> SlotSpan:
-        before = self.table_span(slot)
-        return SlotSpan(before.offset + before.size_bytes, self.header.payload_capacity)
+        return SlotSpan(self.table_span(slot).end, self.header.payload_capacity)
 
     def used_spans(self, slot: int, trainer: TrainerHeader) -> list[SlotSpan]:
         """The used bytes of a snapshot: layout, values, payload."""
@@ -238,12 +239,8 @@ class Arena:
         if committed is None or keeper is None or keeper.state != h.SEALED:
             return None
         sequence, trainer = committed
-        sealed = (keeper.trainer_sequence, keeper.trainer_digest, keeper.version)
-        return (
-            SealedSlot(slot, trainer, keeper)
-            if sealed == (sequence, trainer_digest(trainer), trainer.version)
-            else None
-        )
+        same_record = keeper.trainer_sequence == sequence and keeper.trainer_digest == trainer_digest(trainer)
+        return SealedSlot(slot, trainer, keeper) if same_record and keeper.version == trainer.version else None
 
     def close(self) -> None:
         self.segment.close()

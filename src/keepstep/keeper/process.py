@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.arena.records import TakeCounts
 from keepstep.arena.slots import Arena
 from keepstep.config import Config
 from keepstep.control.framing import MAX_FDS, FrameError
@@ -39,7 +38,7 @@ from keepstep.keeper.transfer.network import KeeperNetwork
 from keepstep.keeper.workers.allocation import ArenaAllocator
 from keepstep.keeper.workers.results import Result
 from keepstep.keeper.workers.sealing import WorkerPool
-from keepstep.types import Status
+from keepstep.types import Status, TakeCounts
 
 TICK_S = 0.25
 MAX_CONNECTIONS = 256

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 
 from keepstep._version import VERSION
-from keepstep.arena.records import SKIP_KINDS, TakeCounts
 from keepstep.arena.slots import AUTO
 from keepstep.identity import Identity
 from keepstep.keeper.node import arenas
@@ -14,7 +13,17 @@ from keepstep.keeper.node.core import Core
 from keepstep.keeper.node.state import FENCING, RESTORING, SEALED, SERVING, ArenaState, RegisteredTrainer, Slot
 from keepstep.keeper.transfer.network import KeeperNetwork
 from keepstep.keeper.workers.memory_limits import SlotChoice
-from keepstep.types import KeeperStatus, PeerStatus, RankStatus, SlotStatus, Status, Survives, Version
+from keepstep.types import (
+    SKIP_KINDS,
+    KeeperStatus,
+    PeerStatus,
+    RankStatus,
+    SlotStatus,
+    Status,
+    Survives,
+    TakeCounts,
+    Version,
+)
 
 PEERS = "peers_"  # prefix of the transport's counters
 

@@ -77,6 +77,17 @@ class Suspects(NamedTuple):
     certain: bool  # all of these ranks differ; otherwise one of them does
 
 
+def add_shares(ranks: Iterable[Sequence[ReplicaSetDigest]]) -> tuple[ReplicaSetDigest, ...]:
+    """The digests of all ranks of a node: they hold different chunks of a set, and digests add up in any order."""
+    total: dict[str, ReplicaSetDigest] = {}
+    for shares in ranks:
+        for share in shares:
+            before = total.get(share.class_id)
+            digest = share.digest if before is None else galois.add(before.digest, share.digest)
+            total[share.class_id] = ReplicaSetDigest(share.class_id, digest, share.shared_by)
+    return tuple(total[class_id] for class_id in sorted(total))
+
+
 def diverged_set(reports: Iterable[Sequence[ReplicaSetDigest]]) -> str | None:
     """The id of a replica set that differs, from the digests of all nodes."""
     equal: dict[str, bytes] = {}

@@ -149,7 +149,7 @@ class ParityBuffer:
         number, offset, size = self._places[stripe, row]
         if len(data) != size:
             raise ValueError(f"{len(data)} bytes for a parity chunk of {size}")
-        self.segment.write_from(offset, data)
+        self.segment.write(offset, data)
         self._table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = xxhash.xxh3_128_digest(data)
 
     def place(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from keepstep.arena.records import COPYING, SEALING, SKIP_KINDS, TakeCounts
 from keepstep.cli.commands.status import _takes
 from keepstep.keeper.status import _take_counters
+from keepstep.types import COPYING, SEALING, SKIP_KINDS, TakeCounts
 
 
 def counts(asked: int, *, waited_us: int = 0, **skipped: int) -> TakeCounts:

@@ -70,7 +70,6 @@ class Coordinator(CoordinatorState):
         return self.decide(now)
 
     def take_warnings(self) -> list[str]:
-        """What went wrong since the last call."""
         warnings = list(self.warnings)
         self.warnings.clear()
         return warnings

@@ -17,7 +17,6 @@ from keepstep.recovery.inventory import Inventory, SetKey
 from keepstep.recovery.plan import RankSource
 from keepstep.types import Incarnation, Version
 
-MAX_OUTCOMES = 8  # the newest ones; with four slots three grants are open at once
 MAX_MESSAGE_BYTES = 8 << 20  # orders for one of 1,000 nodes with 8 ranks each take less than 40 kB
 
 

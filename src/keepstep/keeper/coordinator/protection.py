@@ -69,7 +69,6 @@ def abandon(job: CoordinatorState, reason: str, now: float) -> None:
 
 
 def _cut_off(job: CoordinatorState) -> bool:
-    """Some node cannot reach another one of its group."""
     return bool(job.protection.unlinked) or len(job.reported) < len(job.views)
 
 
@@ -114,10 +113,8 @@ def set_groups(job: CoordinatorState, groups: Mapping[str, GroupOrder]) -> None:
 
 
 def start_clock(job: CoordinatorState, now: float) -> None:
-    """There is something to protect from now on."""
     job.protection.advanced_at = now
 
 
 def begin(job: CoordinatorState, now: float) -> None:
-    """The incarnation begins: nothing has moved yet."""
     job.protection.moved_at = job.protection.advanced_at = now

@@ -105,18 +105,13 @@ def _drop_unreachable_sources(job: CoordinatorState) -> bool:
 
 
 def _inventories(job: CoordinatorState) -> tuple[dict[str, Inventory], dict[str, Inventory]]:
-    """What is held and sound, and of that what could be reached so far."""
-    sound: dict[str, Inventory] = {}
-    reachable: dict[str, Inventory] = {}
-    for node_id, view in {**job.views, **job.sources}.items():
-        if view.report is not None and view.report.inventory is not None:
-            sound[node_id] = _without(view.report.inventory, view.excluded)
-            reachable[node_id] = _without(sound[node_id], view.away)
-    return sound, reachable
+    views = {**job.views, **job.sources}
+    held = {n: v.report.inventory for n, v in views.items() if v.report is not None and v.report.inventory is not None}
+    sound = {node_id: _without(inventory, views[node_id].excluded) for node_id, inventory in held.items()}
+    return sound, {node_id: _without(inventory, views[node_id].away) for node_id, inventory in sound.items()}
 
 
 def _begin(job: CoordinatorState, chosen: Plan, now: float) -> None:
-    """BEGIN: all nodes have what the plan names."""
     for node_id, order in job.restore.orders.items():
         job.restore.orders[node_id] = msgspec.structs.replace(order, begin=True)
     version = chosen.version
@@ -158,11 +153,9 @@ def _fail(job: CoordinatorState, chosen: Plan, text: str) -> None:
 def _without(inventory: Inventory, excluded: set[tuple[Version, int]]) -> Inventory:
     if not excluded:
         return inventory
-    return msgspec.structs.replace(
-        inventory,
-        holdings=tuple(h for h in inventory.holdings if (h.version, h.rank) not in excluded),
-        sets=tuple(s for s in inventory.sets if (s.key.version, -1) not in excluded),
-    )
+    holdings = tuple(h for h in inventory.holdings if (h.version, h.rank) not in excluded)
+    sets = tuple(s for s in inventory.sets if (s.key.version, -1) not in excluded)
+    return msgspec.structs.replace(inventory, holdings=holdings, sets=sets)
 
 
 def take_over(job: CoordinatorState, number: int, orders: dict[str, RestoreOrder]) -> None:

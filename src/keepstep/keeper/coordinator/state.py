@@ -20,7 +20,6 @@ import msgspec
 
 from keepstep.control.messages import NodeCard
 from keepstep.keeper.coordinator.messages import (
-    MAX_OUTCOMES,
     EarlierGrantProgress,
     GrantOutcome,
     GroupOrder,
@@ -33,6 +32,7 @@ from keepstep.recovery.inventory import Inventory, SetKey
 from keepstep.recovery.plan import Plan
 from keepstep.types import Incarnation, Version
 
+MAX_OUTCOMES = 8  # the newest ones; with four slots three grants are open at once
 MAX_WARNINGS = 20  # between two events
 PLAN_BITS = 20  # plan numbers start at incarnation << PLAN_BITS, so that those of two incarnations differ
 
@@ -54,14 +54,9 @@ class CoordinatorState:
     """The coordinator's state of one incarnation."""
 
     def __init__(
-        self,
-        incarnation: Incarnation,
-        members: Mapping[str, str],
-        former: tuple[str, ...] = (),
-        *,
-        now: float,
-        deadlines: Deadlines,
-    ) -> None:
+        self, incarnation: Incarnation, members: Mapping[str, str], former: tuple[str, ...] = (), *,
+        now: float, deadlines: Deadlines,
+    ) -> None:  # fmt: skip
         """`members`: node id -> failure domain, in the order of node ranks. `former`: keepers that may hold state."""
         self.incarnation, self.deadlines, self.started_at = incarnation, deadlines, now
         self.domains = dict(members)

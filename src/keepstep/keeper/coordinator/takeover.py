@@ -51,12 +51,9 @@ def gather(job: CoordinatorState, now: float) -> None:
 
 def _take_over(job: CoordinatorState, newest: Orders, reports: list[Report]) -> None:
     job.adopt_cards({card.node_id: card for card in newest.cards})
-    job.start_orders(
-        msgspec.structs.replace(
-            newest, epoch=job.orders.epoch, seq=1, group=None, restore=None, retain_seq=1, grants=(),
-            cards=tuple(job.cards.values()),
-        )
-    )  # fmt: skip
+    epoch, cards = job.orders.epoch, tuple(job.cards.values())
+    alone = {"group": None, "restore": None, "grants": ()}  # given for single nodes, or again below
+    job.start_orders(msgspec.structs.replace(newest, epoch=epoch, seq=1, retain_seq=1, cards=cards, **alone))
     followed = [r.orders for r in reports if r.orders is not None]
     complete = [orders.complete for orders in followed if orders.complete is not None]
     if newest.complete is not None and max(complete, default=newest.complete) > newest.complete:
@@ -106,7 +103,7 @@ def _held_since(report: Report, version: Version | None, number: int) -> Restore
         for rank, h in held.items()
         if rank in report.ranks
     )
-    reasons = ("this node's keeper died when all had begun",)
     return RestoreOrder(
-        number, version, pieces, reasons, world_size=report.world_size, local_world_size=len(report.ranks)
-    )
+        number, version, pieces, ("this node's keeper died when all had begun",),
+        world_size=report.world_size, local_world_size=len(report.ranks),
+    )  # fmt: skip

@@ -36,7 +36,6 @@ def move_to(node: NodeState, trainer: RegisteredTrainer, arena_id: str) -> None:
 
 
 def add(node: NodeState, event: ArenaAdded) -> None:
-    """Take in an arena, with the slots that its headers describe."""
     slots = [
         Slot(s.index, s.state, s.info.version if s.info is not None else None, s.info, node.now - s.age_s)
         for s in event.slots
@@ -62,7 +61,6 @@ def refused(node: NodeState, event: ArenaRefused) -> None:
 
 
 def mark_corrupt(node: NodeState, slot: Slot, text: str) -> None:
-    """The bytes of a sealed slot do not match their checksums."""
     slot.mark_corrupt()
     node.arenas.damaged.append(text)
     node.count("corrupt_slots")

@@ -13,8 +13,7 @@ from keepstep.arena.records import Grant
 from keepstep.control.messages import Committed, Void
 from keepstep.keeper.coordinator.messages import EarlierGrantProgress, GrantOrder
 from keepstep.keeper.node.events import Conn
-from keepstep.parity.divergence import ReplicaSetDigest
-from keepstep.parity.galois import add
+from keepstep.parity.divergence import ReplicaSetDigest, add_shares
 from keepstep.types import Incarnation, Version
 
 MAX_UNCLAIMED = 4  # of one rank: more grants than it can have open
@@ -47,7 +46,6 @@ class NodeGrant:
         return set(self.committed.values())
 
     def add_rank(self, index: int, arena_id: str, slot: int) -> None:
-        """The rank has it in the grant record of its arena."""
         self.slots[index], self.arenas[index] = slot, arena_id
 
     def add_committed(self, index: int, version: Version, *, sealed: bool) -> None:
@@ -68,7 +66,6 @@ class NodeGrant:
             self.shares[index] = shares
 
     def withdraw(self, index: int, rank: int, reason: str) -> None:
-        """This rank will not write under it."""
         self.voided.add(index)
         self.fail(rank, reason)
 
@@ -84,20 +81,8 @@ class NodeGrant:
             why = f"ranks captured different steps: {steps}" if steps else "no rank of this node could take part"
             rank, reason = self.void or (-1, why)
             return EarlierGrantProgress(self.serial, self.step, None, False, rank, reason, late=len(self.versions) > 1)
-        (version,) = self.versions
-        return EarlierGrantProgress(
-            self.serial, self.step, version, self.slots.keys() <= self.sealed, shares=self._all_shares()
-        )
-
-    def _all_shares(self) -> tuple[ReplicaSetDigest, ...]:
-        """The digests of all local ranks: they hold different chunks of a set, and digests add up in any order."""
-        total: dict[str, ReplicaSetDigest] = {}
-        for shares in self.shares.values():
-            for share in shares:
-                before = total.get(share.class_id)
-                digest = share.digest if before is None else add(before.digest, share.digest)
-                total[share.class_id] = ReplicaSetDigest(share.class_id, digest, share.shared_by)
-        return tuple(total[class_id] for class_id in sorted(total))
+        (version,), sealed = self.versions, self.slots.keys() <= self.sealed
+        return EarlierGrantProgress(self.serial, self.step, version, sealed, shares=add_shares(self.shares.values()))
 
 
 @dataclass(frozen=True)
@@ -143,7 +128,6 @@ class NodeGrants:
         self.open.insert(0, NodeGrant(order.serial, order.step, {}, {}, void=void))
 
     def adopt(self, grant: NodeGrant) -> None:
-        """Continue a grant that an earlier keeper issued."""
         self.serial = grant.serial
         if grant.slots:
             self.open.append(grant)
@@ -160,9 +144,7 @@ class NodeGrants:
     def usable_record(self, index: int) -> GrantRecord | None:
         """The record that must stand in the rank's arena now: it names a grant that the rank may still use."""
         own = self.records.get(index)
-        if own is None:
-            return None
-        serials = {grant.serial for grant in own.grant.both}
+        serials = {grant.serial for grant in own.grant.both} if own is not None else set()
         usable = any(grant.serial in serials and not grant.resolved_for(index) for grant in self.open)
         return own if usable else None
 
@@ -189,7 +171,6 @@ class NodeGrants:
         return next((grant for grant in own if grant.slots[index] == slot), None)
 
     def slots_in_use(self, index: int, arena_id: str) -> set[int]:
-        """Slots of that arena that an open grant names."""
         return {grant.slots[index] for grant in self.open if grant.arenas.get(index) == arena_id}
 
     def commit(self, index: int, message: Committed, rank: int) -> bool:
@@ -218,7 +199,6 @@ class NodeGrants:
         self.last_resolved_serial = max(self.last_resolved_serial, serial)
 
     def adopt_resolved(self, serial: int) -> None:
-        """Take the serial from the ledger of an earlier keeper."""
         self.last_resolved_serial = serial
 
     def close(self, serial: int) -> NodeGrant | None:

@@ -56,7 +56,6 @@ def placed(node: NodeState, event: ParityPlaced) -> None:
 
 
 def advanced(node: NodeState, event: ExchangeAdvanced) -> None:
-    """The running exchange has moved bytes, or failed."""
     protection = node.protection
     if protection.exchange is None or protection.exchange.key != event.key:
         return

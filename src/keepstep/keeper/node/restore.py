@@ -47,7 +47,6 @@ def _forget_plan(node: NodeState) -> None:
 
 
 def requested(node: NodeState, trainer: RegisteredTrainer, wanted: WantRestore) -> None:
-    """A rank waits for its snapshot."""
     node.restore.requests.append((trainer.conn, wanted))
     answer_requests(node)
 
@@ -138,12 +137,10 @@ def _target(node: NodeState, piece: RankSource, trainer: RegisteredTrainer) -> t
 
 
 def follows(node: NodeState, plan: int) -> bool:
-    """This is the number of the plan that counts."""
     return node.restore.order is not None and node.restore.order.number == plan
 
 
 def fetched(node: NodeState, event: SnapshotFetched) -> None:
-    """A snapshot was fetched and verified, or could not be had."""
     restore = node.restore
     if not follows(node, event.plan) or event.rank not in restore.fetching:
         return
@@ -203,7 +200,6 @@ def _check_ready(node: NodeState) -> None:
 
 
 def _begin(node: NodeState) -> None:
-    """All nodes are ready: this incarnation begins."""
     assert node.restore.order is not None
     node.enter(SERVING)
     node.log("info", "restore decided", plan=list(node.restore.order.reasons), failure=node.restore.order.failure)
@@ -248,16 +244,14 @@ def _answer(node: NodeState, trainer: RegisteredTrainer, ticket: int) -> Restore
         return IntegrityError(f"rank {register.rank} of {order.version} was damaged after it was checked", hint=RESTART)
     moved = piece is not None and piece.source == OWN and piece.local_index != trainer.index
     if piece is None or place is None or moved or order.world_size != register.world_size:
+        saved = f"{order.version} was saved by {order.local_world_size} local ranks of {order.world_size}"
         return RecoveryError(
-            f"{order.version} was saved by {order.local_world_size} local ranks of {order.world_size}, "
-            f"this job has {register.local_world_size} of {register.world_size}",
+            f"{saved}, this job has {register.local_world_size} of {register.world_size}",
             hint="start with the same number of ranks, or give the state up with keepstep release",
         )
     if order.version not in node.retain:
-        return RecoveryError(
-            f"{order.version} is gone: newer versions have taken its place",
-            hint="call restore() once, before the first take()",
-        )
+        text = f"{order.version} is gone: newer versions have taken its place"
+        return RecoveryError(text, hint="call restore() once, before the first take()")
     source = "parity" if piece.source == REBUILD else "memory"
     return RestoreFrom(order.version, place.arena_id, place.slot, place.size_bytes, list(order.reasons), ticket, source)
 
@@ -266,7 +260,6 @@ def _answer(node: NodeState, trainer: RegisteredTrainer, ticket: int) -> Restore
 
 
 def loaded(node: NodeState, trainer: RegisteredTrainer, message: Loaded) -> None:
-    """A rank has its state and is ready for the first step."""
     dead = [t.rank for t in node.trainers.registered.values() if not t.alive]
     if dead:
         node.reply_error(trainer.conn, message.ticket, _ended_meanwhile(dead[0]))
@@ -290,8 +283,7 @@ def _refuse_other_versions(node: NodeState) -> None:
         restore.loaded_requests.remove((conn, request))
         text = f"step {request.step} was restored here, and {order.version or 'nothing'} was decided for all since"
         node.reply_error(conn, request.ticket, RecoveryError(text, hint=RESTART))
-        trainer = node.trainers.by_conn(conn)
-        if trainer is not None:
+        if (trainer := node.trainers.by_conn(conn)) is not None:
             trainer.set_loaded(False)
 
 

@@ -42,7 +42,6 @@ def committed(node: NodeState, trainer: RegisteredTrainer, message: Committed) -
 
 
 def void(node: NodeState, trainer: RegisteredTrainer, message: Void) -> None:
-    """A rank cannot honour a grant."""
     if not _keep_unclaimed(node, trainer, message) and node.grants.void(trainer.index, message, trainer.rank):
         node.count("voids")
         node.log("warning", "grant void", rank=trainer.rank, step=message.version.step, reason=message.reason)
@@ -195,7 +194,6 @@ def take_up_grants(node: NodeState) -> bool:
 
 
 def claim_reports(node: NodeState) -> None:
-    """Handle what ranks reported before their grants were taken up."""
     for conn, message in node.grants.take_unclaimed():
         trainer = node.trainers.by_conn(conn)
         if trainer is None:

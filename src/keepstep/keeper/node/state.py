@@ -118,7 +118,6 @@ class NodeState:
         self.effects.append(effect)
 
     def emit_last(self, effect: Effect) -> None:
-        """Emit an effect that comes after all others of this event."""
         self.effects_last.append(effect)
 
     def reply_error(self, conn: Conn, ticket: int, error: Error) -> None:
@@ -210,7 +209,6 @@ class NodeTrainers:
         return self.registered[index].rank if index in self.registered else -1
 
     def complete(self) -> bool:
-        """All local ranks of this incarnation have registered."""
         trainers = self.registered.values()
         return bool(trainers) and len(trainers) == next(iter(trainers)).register.local_world_size
 

@@ -245,7 +245,6 @@ def launcher_seen(node: NodeState, event: LauncherSeen) -> None:
 
 
 def died(node: NodeState, event: ProcessDied) -> None:
-    """A watched trainer or launcher has ended."""
     trainers = node.trainers
     trainers.launchers.discard(event.pid)
     trainers.dying.discard(event.pid)
@@ -263,7 +262,6 @@ def died(node: NodeState, event: ProcessDied) -> None:
 
 
 def goodbye(node: NodeState, trainer: RegisteredTrainer, message: Goodbye) -> None:
-    """A trainer closes normally."""
     trainer.finished = message.finished
     node.grants.withdraw(trainer.index, trainer.rank, "its trainer ended")
 

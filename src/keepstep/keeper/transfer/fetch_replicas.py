@@ -197,7 +197,7 @@ def fetch_replicas(
         recipe: ChunkRecipe = read.purpose
         size = recipe.replica_set.chunk_bytes(recipe.chunk)
         recipe.make(read.buffers, out[:size])
-        segment.write_from(offsets[recipe.replica_set.class_id, recipe.chunk], out[:size])
+        segment.write(offsets[recipe.replica_set.class_id, recipe.chunk], out[:size])
 
     reader = StripeReader(client, RECOVERING, settings, stopped)
     try:

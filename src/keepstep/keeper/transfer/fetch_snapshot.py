@@ -282,7 +282,7 @@ class _ChunkWriter:
         self.write(read.purpose, read.buffers[0])
 
     def write(self, chunk: TableChunk, data: memoryview) -> None:
-        self._arena.segment.write_from(self._chunks[chunk.at].span.offset, data)
+        self._arena.segment.write(self._chunks[chunk.at].span.offset, data)
 
     def read_layout(self, trainer: TrainerHeader) -> bytes:
         return self._arena.segment.read(self._arena.layout_span(self._slot).offset, trainer.layout_bytes)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep.arena.records import COPYING, FAILED, LATER_STEP, NO_GRANT, NO_KEEPER, NO_MEMORY, SEALING
 from keepstep.trainer.capture.take_wait import TakeWait
 from keepstep.trainer.connection.keeper_link import KeeperLink
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.rank_arena import PREPARING, RankArena
+from keepstep.types import COPYING, FAILED, LATER_STEP, NO_GRANT, NO_KEEPER, NO_MEMORY, SEALING
 
 
 @dataclass(frozen=True)

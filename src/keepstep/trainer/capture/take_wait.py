@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from keepstep.arena.records import (
+from keepstep.types import (
     COPYING,
     FAILED,
     LATER_STEP,

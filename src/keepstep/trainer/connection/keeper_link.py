@@ -19,7 +19,6 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from keepstep.arena.records import TakeCounts
 from keepstep.config import Config
 from keepstep.control.client import REQUEST_S, RESTORE_S, KeeperClient, NoAnswerError
 from keepstep.control.held_memory import HeldMemory
@@ -46,7 +45,7 @@ from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
 from keepstep.trainer.connection.agreement import meet_if_needed
 from keepstep.trainer.connection.environment import RankPlace, registration
-from keepstep.types import Incarnation, Status, Version
+from keepstep.types import Incarnation, Status, TakeCounts, Version
 
 log = logging.getLogger("keepstep")
 

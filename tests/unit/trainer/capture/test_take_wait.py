@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from keepstep.arena.records import COPYING, LATER_STEP, NO_KEEPER, NO_MEMORY, SEALING, Grant, Progress, TakeCounts
+from keepstep.arena.records import Grant, Progress
 from keepstep.trainer.capture.grants import GrantReader, Skip, SlotGrant
 from keepstep.trainer.capture.take_wait import PAUSE_S, TakeStatistics, TakeWait
-from keepstep.types import Incarnation
+from keepstep.types import COPYING, LATER_STEP, NO_KEEPER, NO_MEMORY, SEALING, Incarnation, TakeCounts
 
 LIFE = Incarnation(1, 2)
 
