@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +11,12 @@ import torch
 
 from keepstep.trainer.capture.device_copy import DeviceTransfer, TransferPlan, cut
 from keepstep.trainer.capture.device_lane import PIECE_BYTES, DeviceLane
+from keepstep.trainer.capture.rate_cap import RateCap
 from keepstep.trainer.capture.small_tensors import make_batches
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
 from keepstep.trainer.plan.copy_plan import CopyOp
+from keepstep.trainer.state.optimizer_fence import CopyGate, ReadCounter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,6 +26,11 @@ pytestmark = [
 BYTES = 2 << 30
 LATE_BYTES = 4 * PIECE_BYTES
 PATIENCE_S = 30.0
+
+
+def reads_of(departure: DeviceTransfer) -> ReadCounter:
+    gates = {owner: CopyGate(owner, [departure]) for owner in departure.owners}
+    return ReadCounter(gates, [departure.owners])
 
 
 def test_clones_and_fingerprints_are_done_long_before_the_copies() -> None:
@@ -44,11 +50,9 @@ def test_clones_and_fingerprints_are_done_long_before_the_copies() -> None:
         torch.cuda.synchronize()
         for _ in range(8):
             busy @ busy
-        departure = DeviceTransfer(
-            lane, cargo, (), lambda: checks.compute_fingerprints(device), lambda: checks.copy_fingerprints(device)
-        )
+        departure = DeviceTransfer(lane, cargo, (), checks)
         assert not departure.begin.query(), "the device must still be busy: otherwise this shows nothing"
-        departure.issue(lambda owner: None, lambda size: None)
+        departure.issue(reads_of(departure), RateCap(0))
         deadline = time.monotonic() + PATIENCE_S
         while not lane.cloning.query():
             assert time.monotonic() < deadline
@@ -79,10 +83,8 @@ def test_snapshots_in_a_row_hold_what_was_there_when_each_began() -> None:
         payload = torch.zeros(begin + large.numel(), dtype=torch.uint8, pin_memory=True)
         checks = SnapshotChecks(None, [DeviceFingerprints([unit], random.Random(0), whole=True)])
         cargo = TransferPlan(payload, gathered, cut(payload[begin:], large, unit.owners))
-        departure = DeviceTransfer(
-            lane, cargo, (), partial(checks.compute_fingerprints, device), partial(checks.copy_fingerprints, device)
-        )
-        departure.issue(lambda owner: None, lambda size: None)
+        departure = DeviceTransfer(lane, cargo, (), checks)
+        departure.issue(reads_of(departure), RateCap(0))
         departure.wait_on_device(0)
         begun.append((departure, checks, payload))
     for number, (departure, checks, payload) in enumerate(begun):

@@ -18,11 +18,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -34,9 +33,10 @@ from keepstep.errors import CaptureError
 from keepstep.layout import SnapshotSize
 from keepstep.trainer.capture.device_copy import DeviceTransfer
 from keepstep.trainer.capture.device_lane import DeviceLanes
-from keepstep.trainer.capture.eager_copy import EagerCopier
+from keepstep.trainer.capture.eager_copy import EagerCopier, StagedCopy
 from keepstep.trainer.capture.host_copy import CaptureCost, HostCopier
 from keepstep.trainer.capture.next_checks import FULL_CHECKS, NextChecks
+from keepstep.trainer.capture.rate_cap import RateCap
 from keepstep.trainer.capture.slot_targets import SlotTargets, TargetCache
 from keepstep.trainer.capture.small_tensors import SmallTensorBatches
 from keepstep.trainer.connection.environment import RankPlace
@@ -46,7 +46,7 @@ from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.plan.copy_plan import CopyOp, CopyPlan, CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
 from keepstep.trainer.plan.plan_cache import CachedPlan, PlanCache
-from keepstep.trainer.state.optimizer_fence import CopyGate, OptimizerFence
+from keepstep.trainer.state.optimizer_fence import CopyGate, OptimizerFence, ReadCounter
 from keepstep.types import Version
 
 log = logging.getLogger("keepstep")
@@ -82,11 +82,9 @@ class CaptureJob:
     targets: SlotTargets
     gates: dict[int, CopyGate]
     checks: SnapshotChecks
+    transfers: Sequence[DeviceTransfer]  # One per device.
     # Set when everything that devices have to do is queued, or nothing more will be.
     queued: threading.Event = field(default_factory=threading.Event)
-    # (target, device clone) made inside `take`.
-    staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    transfers: list[DeviceTransfer] = field(default_factory=list)  # One per device.
     void: str = ""
 
     @property
@@ -117,7 +115,8 @@ class Capture:
         self._targets = TargetCache(self._small)
         self._prepared = NextChecks(config, self.lanes, self._small)
         self.spent = CaptureCost()
-        self._host, self._eager = HostCopier(config, self.spent), EagerCopier(config, self.spent)
+        self._cap = RateCap(config.rate_bytes_s)
+        self._host, self._eager = HostCopier(self._cap, self.spent), EagerCopier(config, self.spent)
         self._outgrown: Outgrown | None = None
         # Held while a job leaves _in_flight and its outcome is reported, so that drain() cannot return in between.
         self._reporting = threading.Lock()
@@ -179,15 +178,17 @@ class Capture:
         )  # fmt: skip
         arena.write_trainer_header(slot, header)
         view.write_layout(slot, plan)
-        gates = {index: CopyGate() for index in schedule.owners}
         checks = self._prepared.next_checks(plan, schedule)
         targets = self._targets.targets(view, slot, schedule)
-        job = CaptureJob(version, view, slot, header, cached, schedule, targets, gates, checks)
         self._host.copy_small(schedule, arena.segment.fd, arena.payload_span(slot).offset)
-        job.staged += self._eager.copy(schedule.eager, targets.eager)
-        job.staged += self._small.clone_eager(schedule, targets.payload)
-        for device in schedule.devices | {source.device for _, source in job.staged}:
-            self._add_transfer(job, device)
+        staged = self._eager.copy(schedule.eager, targets.eager)
+        staged += self._small.clone_eager(schedule, targets.payload)
+        transfers = [
+            self._transfer(device, schedule, targets, staged, checks)
+            for device in schedule.devices | {source.device for _, source in staged}
+        ]
+        gates = {index: CopyGate(index, [t for t in transfers if index in t.owners]) for index in schedule.owners}
+        job = CaptureJob(version, view, slot, header, cached, schedule, targets, gates, checks, transfers)
         self._in_flight.append(job)
         try:
             faults.point("capture.queue")
@@ -206,15 +207,18 @@ class Capture:
         size = plan.payload_bytes + values_bytes
         raise CaptureError(f"the state has outgrown its arena ({size:,} bytes); a larger one is made")
 
-    def _add_transfer(self, job: CaptureJob, device: torch.device) -> None:
+    def _transfer(
+        self,
+        device: torch.device,
+        schedule: CopySchedule,
+        targets: SlotTargets,
+        staged: Sequence[StagedCopy],
+        checks: SnapshotChecks,
+    ) -> DeviceTransfer:
         """Plan the copies from one device. They begin at the current end of its compute stream."""
-        transfer_plan = self._targets.transfer(job.targets, job.schedule, device)
-        staged = [pair for pair in job.staged if pair[1].device == device]
-        checks = (partial(job.checks.compute_fingerprints, device), partial(job.checks.copy_fingerprints, device))
-        transfer = DeviceTransfer(self.lanes.of(device), transfer_plan, staged, *checks)
-        job.transfers.append(transfer)
-        for owner in transfer.owners:
-            job.gates[owner].wait_on_device.append(partial(transfer.wait_on_device, owner))
+        transfer_plan = self._targets.transfer(targets, schedule, device)
+        clones = [pair for pair in staged if pair[1].device == device]
+        return DeviceTransfer(self.lanes.of(device), transfer_plan, clones, checks)
 
     def check_unfenced_write(self) -> None:
         """Void the newest capture when an optimizer whose hook did not fire wrote what is still being copied."""
@@ -283,31 +287,32 @@ class Capture:
         self._copied.put(None)
 
     def _copy(self, job: CaptureJob) -> None:
-        counter = _ReadCounter(job)
+        readers = [op.owners for op in job.schedule.lazy_on_host] + [transfer.owners for transfer in job.transfers]
+        reads = ReadCounter(job.gates, readers)
         waits = any(transfer.must_wait for transfer in job.transfers)
         if waits:  # There is time while the snapshot before it is copied.
             self._finish_take(job)
         for transfer in job.transfers:
-            transfer.wait_for_turn(lambda: any(gate.waited_for.is_set() for gate in job.gates.values()))
-            transfer.issue(counter.release, lambda size: self._host.pace(size, job.gates.values()))
+            transfer.wait_for_turn(reads)
+            transfer.issue(reads, self._cap)
         job.queued.set()
         if not waits:
             self._finish_take(job)
-        self._copy_host(job, counter)
+        self._copy_host(job, reads)
 
-    def _copy_host(self, job: CaptureJob, counter: _ReadCounter) -> None:
+    def _copy_host(self, job: CaptureJob, reads: ReadCounter) -> None:
         ops, targets = job.schedule.lazy_on_host, job.targets.lazy_on_host
         in_full = self._config.fingerprint != "off" and job.plan.history.snapshots < FULL_CHECKS
         for op in self._host.copy(ops, targets, job.gates):
             if not in_full:
                 for index in op.owners:
-                    counter.release(index)
+                    reads.release(index)
         if in_full:
             changed = self._host.first_change(ops, targets, job.gates)
             if changed is not None:
                 self._mark_violated(job, changed)
             for index in (index for op in ops for index in op.owners):
-                counter.release(index)
+                reads.release(index)
 
     def _finish_take(self, job: CaptureJob) -> None:
         """Do what need not be done inside `take`: encode the values, validate all that the plan relied on."""
@@ -362,16 +367,10 @@ class Capture:
             return ""
         faults.point("capture.compare")
         with self.lanes.aside():
-            op = job.checks.changed_in_transit(job.view.payload(job.slot), self._map_on_readers)
+            op = job.checks.changed_in_transit(job.view.payload(job.slot), self._readers)
             if op is not None:
                 self._mark_violated(job, op)
         return job.void
-
-    def _map_on_readers(self, check: Any, starts: Iterable[int]) -> Iterable[Any]:
-        try:
-            return self._readers.map(check, starts)
-        except RuntimeError:  # The interpreter ends and starts no threads: the last snapshot is compared here.
-            return map(check, starts)
 
     def _mark_violated(self, job: CaptureJob, op: CopyOp | ParityOp) -> None:
         names = [self._fence.watched[index].name for index in sorted(op.owners)]
@@ -408,18 +407,3 @@ class Capture:
                     self._listener.committed(arena_id, job.slot, job.version)
             except Exception:
                 log.exception("the outcome of step %d could not be reported", job.version.step)
-
-
-class _ReadCounter:
-    """Lets each optimizer write once every copy that reads what it owns is done (host) or queued (device)."""
-
-    def __init__(self, job: CaptureJob) -> None:
-        self._gates = job.gates
-        readers = [op.owners for op in job.schedule.lazy_on_host] + [transfer.owners for transfer in job.transfers]
-        self._left = {index: sum(index in owners for owners in readers) for index in job.gates}
-
-    def release(self, index: int) -> None:
-        """Count one copy that no longer reads what this optimizer owns."""
-        self._left[index] -= 1
-        if self._left[index] == 0:
-            self._gates[index].done.set()

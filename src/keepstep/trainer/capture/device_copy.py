@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,10 +27,13 @@ import torch
 from keepstep import faults
 from keepstep.layout import align
 from keepstep.trainer.capture.device_lane import PIECE_BYTES, DeviceLane, timing_event
+from keepstep.trainer.capture.rate_cap import RateCap
 from keepstep.trainer.capture.small_tensors import SmallTensorBatch, foreach_copies
+from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.memory.pinned import copy_to_host
 from keepstep.trainer.plan.copy_plan import CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp, ParityRun, parity_runs
+from keepstep.trainer.state.optimizer_fence import ReadCounter
 
 log = logging.getLogger("keepstep")
 
@@ -108,19 +111,18 @@ class DeviceTransfer:
         self,
         lane: DeviceLane,
         plan: TransferPlan,
-        clones: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
-        compute_fingerprints: Callable[[], None] = lambda: None,
-        copy_fingerprints: Callable[[], None] = lambda: None,
+        clones: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        checks: SnapshotChecks,
     ) -> None:
         """Made inside `take`: begins at the current position of the compute stream.
 
-        `clones`: (target, clone) that `take` has made. `compute_fingerprints` queues reads of the live tensors,
-        `copy_fingerprints` the copy of the result to the host.
+        `clones`: (target, clone) that `take` has made. `checks`: their fingerprints of this device are computed from
+        the live tensors and copied to the host.
         """
         self.lane = lane
         self.begin = torch.cuda.current_stream(lane.device).record_event(timing_event())
         self._plan, self._clones, pieces = plan, clones, plan.pieces
-        self._compute_fingerprints, self._copy_fingerprints = compute_fingerprints, copy_fingerprints
+        self._checks = checks
         staged_bytes, cut_at = lane.policy.staged_of(plan.staging_bytes), len(pieces)
         while cut_at and align(pieces[cut_at - 1].size_bytes) <= staged_bytes:
             cut_at -= 1
@@ -145,15 +147,15 @@ class DeviceTransfer:
         direct_end = self.lane.direct_end
         return direct_end is not None and not direct_end.query()  # type: ignore[no-untyped-call]
 
-    def wait_for_turn(self, waited_for: Callable[[], bool]) -> None:
+    def wait_for_turn(self, reads: ReadCounter) -> None:
         """Queueing the next snapshot slows the current copy by about 3 %, so wait until its direct copies are done,
-        unless an optimizer already waits (`waited_for`). There is time to queue while its clones are copied.
+        unless an optimizer already waits. There is time to queue while its clones are copied.
         """
-        while self.must_wait and not waited_for():
+        while self.must_wait and not reads.waited_for:
             time.sleep(TURN_S)
 
-    def issue(self, queued: Callable[[int], None], pace: Callable[[int], None]) -> None:
-        """Queue everything; `queued` is called with an optimizer when all that it must wait for is queued."""
+    def issue(self, reads: ReadCounter, cap: RateCap) -> None:
+        """Queue everything; releases each optimizer in `reads` when all that it must wait for is queued."""
         stream = self.lane.stream
         clones = self._clone()
         ends = self._ends()
@@ -162,11 +164,11 @@ class DeviceTransfer:
             for target, clone in self._clones:
                 copy_to_host(target, clone)
             self._started = stream.record_event(timing_event())
-            self._end_reads(ends.get(-1, ()), queued)
+            self._end_reads(ends.get(-1, ()), reads)
             for index, piece in enumerate(self._direct):
                 piece.copy_to_host(self.lane)
-                pace(piece.size_bytes)
-                self._end_reads(ends.get(index, ()), queued)
+                cap.pace(piece.size_bytes, reads.gates.values())
+                self._end_reads(ends.get(index, ()), reads)
                 if index + 1 == FIRST_PIECES:
                     self._copy_small()
             self._copy_small()
@@ -186,7 +188,7 @@ class DeviceTransfer:
                 stream.wait_event(self.lane.direct_end)  # until the last snapshot has copied the buffers
             for batch in self._plan.batches:
                 batch.collect()
-            self._compute_fingerprints()
+            self._checks.compute_fingerprints(self.lane.device)
             self._computed = stream.record_event()
             if self._staged and self.lane.staged_end is not None:
                 stream.wait_event(self.lane.staged_end)
@@ -221,7 +223,7 @@ class DeviceTransfer:
         self.lane.stream.wait_event(self._computed)
         for batch in self._plan.batches:
             batch.copy_to_host(self._plan.payload)
-        self._copy_fingerprints()
+        self._checks.copy_fingerprints(self.lane.device)
 
     def _ends(self) -> dict[int, list[int]]:
         """Index of a direct piece (-1: none) -> the optimizers that own no later one."""
@@ -231,12 +233,12 @@ class DeviceTransfer:
             ends.setdefault(last.get(owner, -1), []).append(owner)
         return ends
 
-    def _end_reads(self, owners: Sequence[int], queued: Callable[[int], None]) -> None:
+    def _end_reads(self, owners: Sequence[int], reads: ReadCounter) -> None:
         if owners:
             event = self.lane.stream.record_event()
             for owner in owners:
                 self._reads[owner].append(event)
-                queued(owner)
+                reads.release(owner)
 
     # On the training thread
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from keepstep import faults
-from keepstep.config import TakeConfig
 from keepstep.errors import CaptureError
 from keepstep.layout import ALIGN
 from keepstep.trainer.capture.device_lane import PIECE_BYTES
+from keepstep.trainer.capture.rate_cap import RateCap
 from keepstep.trainer.capture.small_tensors import adjacent_runs
 from keepstep.trainer.plan.copy_plan import CopyOp, CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
@@ -88,8 +88,8 @@ class CaptureCost:
 class HostCopier:
     """Executes the host part of a schedule."""
 
-    def __init__(self, config: TakeConfig, spent: CaptureCost) -> None:
-        self._config, self._spent = config, spent
+    def __init__(self, cap: RateCap, spent: CaptureCost) -> None:
+        self._cap, self._spent = cap, spent
         self._small: WeakKeyDictionary[CopySchedule, SmallHostTensors] = WeakKeyDictionary()
 
     def copy_small(self, schedule: CopySchedule, fd: int, start: int) -> None:
@@ -109,7 +109,7 @@ class HostCopier:
             if isinstance(op, ParityOp):
                 faults.point("capture.copy")
                 op.compute(target)
-                self.pace(op.size_bytes, waiting)
+                self._cap.pace(op.size_bytes, waiting)
             else:
                 self._copy_pieces(target, op.source, waiting)
             yield op
@@ -130,17 +130,9 @@ class HostCopier:
         return None
 
     def _copy_pieces(self, target: torch.Tensor, source: torch.Tensor, gates: list[CopyGate]) -> None:
-        piece = THROTTLED_PIECE_BYTES if self._config.rate_bytes_s else PIECE_BYTES
+        piece = THROTTLED_PIECE_BYTES if self._cap.rate_bytes_s else PIECE_BYTES
         for start in range(0, target.numel(), piece):
             faults.point("capture.copy")
             part = target[start : start + piece]
             part.copy_(source[start : start + piece])
-            self.pace(part.numel(), gates)
-
-    def pace(self, size_bytes: int, gates: Iterable[CopyGate]) -> None:
-        """Keep to the rate cap, unless an optimizer waits."""
-        rate = self._config.rate_bytes_s
-        if rate:
-            gate = min(gates, key=id)
-            if not gate.waited_for.is_set():
-                gate.waited_for.wait(size_bytes / rate)
+            self._cap.pace(part.numel(), gates)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import torch
 
-from keepstep.trainer.integrity.fingerprints import DeviceFingerprints, Over
+from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
 from keepstep.trainer.integrity.samples import HostSamples
 from keepstep.trainer.plan.copy_plan import CopyOp, CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
@@ -68,10 +69,10 @@ class SnapshotChecks:
             checks.append(self.samples)
         return next((op for check in checks if (op := check.changed_at_source(owners)) is not None), None)
 
-    def changed_in_transit(self, payload: torch.Tensor, over: Over = map) -> CopyOp | ParityOp | None:
-        """The first operation whose copy differs from its source at `take`."""
+    def changed_in_transit(self, payload: torch.Tensor, readers: Executor | None = None) -> CopyOp | ParityOp | None:
+        """The first operation whose copy differs from its source at `take`. `readers`: threads that compare."""
         for fingerprints in self.fingerprints:
-            if (op := fingerprints.changed_in_transit(payload, over)) is not None:
+            if (op := fingerprints.changed_in_transit(payload, readers)) is not None:
                 return op
         return self.samples.changed_in_transit(payload) if self.samples is not None else None
 

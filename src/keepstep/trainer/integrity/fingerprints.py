@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +31,6 @@ SHARE = 64  # One chunk of this many is drawn.
 # Chunks in a sum. With fewer, more threads share the work, but wait longer for the interpreter than that saves.
 CHUNKS_PER_SUM = 16
 LENGTH = struct.Struct("<Q")
-Over = Callable[[Callable[[int], "np.ndarray | None"], Iterable[int]], "Iterable[np.ndarray | None]"]
 ROW = np.dtype([("offset", "<u8"), ("size", "<u4"), ("print", f"V{FINGERPRINT_BYTES}")])
 
 
@@ -112,10 +112,10 @@ class DeviceFingerprints:
         differs = (before != self._with_parity(self._batch.run().cpu().numpy())).any(axis=1)
         return next((op for op in self._ops_at(differs) if op.owners & owners), None)
 
-    def changed_in_transit(self, payload: torch.Tensor, over: Over = map) -> CopyOp | ParityOp | None:
+    def changed_in_transit(self, payload: torch.Tensor, readers: Executor | None = None) -> CopyOp | ParityOp | None:
         """The first operation whose copy differs from its source at `take`. Waits for the device, reads the copy.
 
-        `over`: `map`, or that of a pool of threads.
+        `readers`: threads that compare; without them the calling thread does.
         """
         expected, landed = self._expected(), payload.numpy()
         offsets = np.concatenate([self._plain.offset, self._parity.offset])
@@ -135,9 +135,8 @@ class DeviceFingerprints:
             wrong[some] = [fingerprint(chunk) != row for chunk, row in zip(chunks, rows, strict=True)]
             return wrong
 
-        wrong = next(
-            (found for found in over(compare, range(0, len(offsets), CHUNKS_PER_SUM)) if found is not None), None
-        )
+        results = _map(readers, compare, range(0, len(offsets), CHUNKS_PER_SUM))
+        wrong = next((marked for marked in results if marked is not None), None)
         return next(iter(self._ops_at(wrong))) if wrong is not None else None
 
     def encode(self) -> bytes:
@@ -170,6 +169,17 @@ class DeviceFingerprints:
     def _ops_at(self, marked: np.ndarray) -> list[CopyOp | ParityOp]:
         both = [(self._plain, marked[: len(self._plain)]), (self._parity, marked[len(self._plain) :])]
         return [sample.ops[index] for sample, chosen in both for index in sample.index[chosen]]
+
+
+def _map(
+    readers: Executor | None, compare: Callable[[int], np.ndarray | None], starts: Iterable[int]
+) -> Iterable[np.ndarray | None]:
+    if readers is not None:
+        try:
+            return readers.map(compare, starts)
+        except RuntimeError:  # The interpreter ends and starts no threads: the last snapshot is compared here.
+            pass
+    return map(compare, starts)
 
 
 def frame(encoded: bytes, room: int) -> bytes:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,21 +25,27 @@ log = logging.getLogger("keepstep")
 FENCE_WAIT_S = 120.0  # A copy that takes longer is stuck: the step goes on, and the snapshot is void.
 
 
-class CopyGate:
-    """Copies of one snapshot that read what one optimizer owns."""
+class DeviceReads(Protocol):
+    """Copies of one snapshot that a device executes."""
 
-    def __init__(self) -> None:
+    def wait_on_device(self, owner: int) -> None:
+        """Make the compute stream of the device wait for its reads of what this optimizer owns."""
+
+
+class CopyGate:
+    """Copies of one snapshot that read what one optimizer owns: on the host, and on these devices."""
+
+    def __init__(self, owner: int, device_reads: Sequence[DeviceReads] = ()) -> None:
+        self._owner, self._device_reads = owner, device_reads
         self.done = threading.Event()  # Set when every copy is done (host) or queued (device).
         self.waited_for = threading.Event()  # Set when an optimizer waits: rate caps and extra checks stop.
         self.broken = ""
-        # One call per device, which makes its compute stream wait for the copies.
-        self.wait_on_device: list[Callable[[], None]] = []
         self._device_waits = False
 
     @property
     def open(self) -> bool:
         """Whether a copy may still read that the optimizer does not wait for yet."""
-        return not (self.done.is_set() and (self._device_waits or not self.wait_on_device))
+        return not (self.done.is_set() and (self._device_waits or not self._device_reads))
 
     def wait(self) -> float:
         """Block until the copies no longer read; returns the seconds waited."""
@@ -51,13 +57,33 @@ class CopyGate:
             waited = time.perf_counter() - started
         else:
             waited = 0.0
-        if self.wait_on_device and _is_capturing():
+        if self._device_reads and _is_capturing():
             self.broken = "the optimizer's step is being captured into a CUDA graph"
             return waited
-        for wait_on_device in self.wait_on_device:
-            wait_on_device()
+        for reads in self._device_reads:
+            reads.wait_on_device(self._owner)
         self._device_waits = True
         return waited
+
+
+class ReadCounter:
+    """Lets each optimizer write once every copy that reads what it owns is done (host) or queued (device)."""
+
+    def __init__(self, gates: Mapping[int, CopyGate], readers: Sequence[frozenset[int]]) -> None:
+        """`readers`: for each copy, the optimizers that own what it reads."""
+        self.gates = gates
+        self._left = {index: sum(index in owners for owners in readers) for index in gates}
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether an optimizer waits for this snapshot."""
+        return any(gate.waited_for.is_set() for gate in self.gates.values())
+
+    def release(self, index: int) -> None:
+        """Count one copy that no longer reads what this optimizer owns."""
+        self._left[index] -= 1
+        if self._left[index] == 0:
+            self.gates[index].done.set()
 
 
 class WatchedOptimizer:

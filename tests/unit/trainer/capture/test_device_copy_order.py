@@ -6,6 +6,7 @@ That a real device then does what is expected is shown by tests/gpu; but not eve
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +18,12 @@ import torch
 from keepstep.trainer.capture import device_copy
 from keepstep.trainer.capture.device_copy import DeviceTransfer, TransferPlan, cut
 from keepstep.trainer.capture.device_lane import DeviceLane, QueuedWork, StagingPolicy
+from keepstep.trainer.capture.rate_cap import RateCap
 from keepstep.trainer.capture.small_tensors import make_batches
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints
 from keepstep.trainer.plan.copy_plan import CopyOp
+from keepstep.trainer.state.optimizer_fence import CopyGate, ReadCounter
 
 HOST = torch.device("cpu")
 PIECE = 1 << 20
@@ -110,9 +113,7 @@ class State:
         pieces = [piece for u in self.units for piece in cut(payload[u.offset :][: u.size_bytes], u.source, u.owners)]
         checks = SnapshotChecks(None, [DeviceFingerprints(self.units, random.Random(0), whole=True)])
         cargo = TransferPlan(payload, self.gathered, pieces)
-        return DeviceTransfer(
-            lane, cargo, (), lambda: checks.compute_fingerprints(HOST), lambda: checks.copy_fingerprints(HOST)
-        ), checks
+        return DeviceTransfer(lane, cargo, (), checks), checks
 
     def is_in(self, payload: torch.Tensor) -> bool:
         every = [*self.units, *self.small]
@@ -129,6 +130,14 @@ def lane_with(room: int) -> DeviceLane:
     return lane
 
 
+def issue(departure: DeviceTransfer) -> ReadCounter:
+    """Queue all copies. Returns the count of reads, with one gate per optimizer."""
+    gates = {owner: CopyGate(owner, [departure]) for owner in departure.owners}
+    reads = ReadCounter(gates, [departure.owners])
+    departure.issue(reads, RateCap(0))
+    return reads
+
+
 SIZES = [(5 * PIECE + 4, 3 * PIECE, 999_999), (5 * PIECE,), (20 * PIECE, 7), (70_001, 70_001, 70_001)]
 
 
@@ -139,11 +148,11 @@ def test_snapshot_after_snapshot_leaves_whole(device: Device, room: int, sizes: 
     for _ in range(3):
         payload = torch.zeros(state.payload_bytes, dtype=torch.uint8)
         departure, checks = state.depart(lane, payload)
-        passed: list[int] = []
-        departure.issue(passed.append, lambda size: None)
-        assert sorted(passed) == [0, 1]
-        for owner in passed:
-            departure.wait_on_device(owner)
+        reads = issue(departure)
+        assert sorted(reads.gates) == [0, 1]
+        for gate in reads.gates.values():
+            assert gate.done.is_set()
+            gate.wait()
         departure.finish()
         assert state.is_in(payload)
         assert checks.changed_in_transit(payload) is None
@@ -166,7 +175,7 @@ def test_all_that_leaves_goes_on_one_stream(device: Device, monkeypatch: pytest.
     lane, state = lane_with(room), State(20 * PIECE)
     payload = torch.zeros(state.payload_bytes, dtype=torch.uint8)
     departure, _ = state.depart(lane, payload)
-    departure.issue(lambda owner: None, lambda size: None)
+    issue(departure)
     assert set(device.streams_into(payload)) == {lane.stream}
     assert told == [lane.stream]
     behind = [stream for stream, _, _ in device.copied]
@@ -182,7 +191,7 @@ def test_what_was_seen_leaves_early(device: Device, monkeypatch: pytest.MonkeyPa
     )
     state = State(30 * PIECE)
     cargo = state.depart(lane_with(0), torch.zeros(state.payload_bytes, dtype=torch.uint8))[0]
-    cargo.issue(lambda owner: None, lambda size: None)
+    issue(cargo)
     assert before[0] <= device_copy.FIRST_PIECES + len(state.gathered)
 
 
@@ -193,11 +202,17 @@ def test_a_snapshot_waits_for_its_turn_unless_an_optimizer_waits_for_it(device: 
     left: Any = Event()
     lane.direct_end = left
     assert departure.must_wait
-    asked: list[int] = []
-    departure.wait_for_turn(lambda: (asked.append(1), len(asked) > 3)[1])
-    assert len(asked) == 4
+    gate = CopyGate(0)
+    reads = ReadCounter({0: gate}, [departure.owners])
+    waits = threading.Thread(target=departure.wait_for_turn, args=(reads,), daemon=True)
+    waits.start()
+    waits.join(0.1)
+    assert waits.is_alive()
+    gate.waited_for.set()
+    waits.join(10)
+    assert not waits.is_alive()
     left.at = 1.0
-    departure.wait_for_turn(lambda: pytest.fail("it has left"))
+    departure.wait_for_turn(ReadCounter({}, []))
 
 
 def test_queued_work_is_pending_until_every_device_has_reached_its_event(

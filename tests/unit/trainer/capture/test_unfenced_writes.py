@@ -33,7 +33,7 @@ class InFlight:
         unit = CopyOp(self.source, 0, self.source.numel(), "weight", frozenset({0}), nobody)
         self.checks = SnapshotChecks(None, [DeviceFingerprints([unit], random.Random(0), whole=True)])
         self.job = CaptureJob(
-            nobody, nobody, 0, nobody, nobody, nobody, nobody, {0: CopyGate()}, self.checks, transfers=[nobody]
+            nobody, nobody, 0, nobody, nobody, nobody, nobody, {0: CopyGate(0)}, self.checks, transfers=[nobody]
         )
         monkeypatch.setattr(self.capture, "_in_flight", [self.job])
         monkeypatch.setattr(capture, "QUEUE_WAIT_S", 0.2)
