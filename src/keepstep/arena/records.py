@@ -51,7 +51,7 @@ class Record(Protocol):
 R = TypeVar("R", bound=Record)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainerHeader:
     """Owner, sizes and state of the snapshot in a slot. Written by the trainer only."""
 
@@ -92,14 +92,9 @@ class TrainerHeader:
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        (state, rank, world, index, local, flags, number, nonce, step, layout, values, payload, shared, digest, at) = (
-            cls._STRUCT.unpack_from(body)
-        )
-        return cls(
-            state=state, rank=rank, world_size=world, local_index=index, local_world_size=local, flags=flags,
-            version=Version(Incarnation(number, nonce), step), layout_bytes=layout, values_bytes=values,
-            payload_bytes=payload, layout_digest=digest, written_at=at, shared_offset=shared,
-        )  # fmt: skip
+        *owner, number, nonce, step, layout, values, payload, shared, digest, at = cls._STRUCT.unpack_from(body)
+        version = Version(Incarnation(number, nonce), step)
+        return cls(*[*owner, version, layout, values, payload, digest, at, shared])
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,8 @@ class Holding(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, info: SnapshotInfo, *, local_index: int, arena_id: str = "", slot: int = 0) -> Holding:
-        return cls(
-            info.version, info.rank, info.world_size, local_index, info.local_world_size, arena_id, slot,
-            info.size_bytes,
-        )  # fmt: skip
+        place = (local_index, info.local_world_size, arena_id, slot, info.size_bytes)
+        return cls(info.version, info.rank, info.world_size, *place)
 
 
 class SetKey(msgspec.Struct, frozen=True, order=True):

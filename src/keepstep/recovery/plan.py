@@ -8,7 +8,7 @@ keeper may be a source, also one whose node has no place in the job now.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -220,9 +220,7 @@ def _rebuilds(rank: int, sources: _VersionSources) -> dict[int, Rebuild | str]:
 
 
 def _sources(pieces: Sequence[RankSource]) -> str:
-    counts: dict[str, int] = defaultdict(int)
-    for piece in pieces:
-        counts[piece.source] += 1
+    counts = Counter(piece.source for piece in pieces)
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(f"{count} from {source}" for source, count in counts.items())

@@ -135,9 +135,7 @@ class CoordinatorState:
 
 
 @dataclass
-class NodeView:
-    """What the coordinator knows of one node."""
-
+class NodeView:  # What the coordinator knows of one node
     report: Report | None = None
     received_at: float = -math.inf
     # (version, rank or -1 for parity) whose bytes there failed their check
@@ -184,9 +182,7 @@ class JobGrant:
 
 
 @dataclass
-class JobGrants:
-    """Written by `grants`."""
-
+class JobGrants:  # Written by `grants`
     open: list[JobGrant] = field(default_factory=list)  # oldest first
     outcomes: deque[GrantOutcome] = field(default_factory=lambda: deque(maxlen=MAX_OUTCOMES))
     serial: int = 0  # of the last one that was given
@@ -199,9 +195,7 @@ class JobGrants:
 
 
 @dataclass
-class JobRestore:
-    """Written by `restore`."""
-
+class JobRestore:  # Written by `restore`
     plan_number: int
     plan: Plan | None = None
     planned_at: float = -math.inf
@@ -212,9 +206,7 @@ class JobRestore:
 
 
 @dataclass
-class JobProtection:
-    """Written by `protection`."""
-
+class JobProtection:  # Written by `protection`
     moved_at: float  # when a byte of the target last moved, or it became the target
     advanced_at: float  # when protection last made progress
     retry_at: float = -math.inf

@@ -24,9 +24,7 @@ class Send(msgspec.Struct, frozen=True):  # Send a message; `arena_id` names the
     arena_id: str = ""
 
 
-class SendSnapshot(msgspec.Struct, frozen=True):
-    """Answer a rank's restore request, with the chunks of replicated state it needs, which `holders` may hold."""
-
+class SendSnapshot(msgspec.Struct, frozen=True):  # Answer a restore request; `holders` may hold the replicated state
     conn: Conn
     answer: RestoreFrom
     holders: tuple[str, ...]
@@ -63,9 +61,7 @@ class DropArena(msgspec.Struct, frozen=True):  # Free an arena
     reason: str
 
 
-class KeepFetchedArena(msgspec.Struct, frozen=True):
-    """Serve the new arena that a snapshot was fetched into, as any other."""
-
+class KeepFetchedArena(msgspec.Struct, frozen=True):  # Serve the arena that a snapshot was fetched into, as any other
     arena_id: str
 
 
@@ -108,9 +104,7 @@ class SetPeers(msgspec.Struct, frozen=True):  # Set the peers of the incarnation
     secret: bytes
 
 
-class SendToPeer(msgspec.Struct, frozen=True):
-    """Send a message to a peer. It may be lost: every report and all orders are sent again."""
-
+class SendToPeer(msgspec.Struct, frozen=True):  # May be lost: every report and all orders are sent again
     node_id: str
     message: Report | Orders
 
@@ -135,9 +129,7 @@ class DropReplicaCache(msgspec.Struct, frozen=True):
     """Free the replicated state that was fetched for a restore: all ranks have loaded."""
 
 
-class StartExchange(msgspec.Struct, frozen=True):
-    """Fetch the data of the group and encode this node's parity of a version."""
-
+class StartExchange(msgspec.Struct, frozen=True):  # Fetch the data of the group, encode this node's parity
     key: SetKey
     members: tuple[str, ...]
     losses: int
@@ -151,9 +143,7 @@ class FreeParity(msgspec.Struct, frozen=True):  # Free a parity buffer: its memo
     buffer_id: str
 
 
-class ReadReplicaDigests(msgspec.Struct, frozen=True):
-    """Read what this node holds of a replica set, for the coordinator's comparison."""
-
+class ReadReplicaDigests(msgspec.Struct, frozen=True):  # Read this node's part of a replica set, for the comparison
     audit: ReplicaAudit
 
 

@@ -19,9 +19,7 @@ TrainerMessage = WantRestore | WantArena | Loaded | Committed | Void | Goodbye
 # From processes of this node
 
 
-class TrainerRegisters(msgspec.Struct, frozen=True):
-    """A trainer registers; the process behind the connection is watched from now on."""
-
+class TrainerRegisters(msgspec.Struct, frozen=True):  # The process behind the connection is watched from now on
     conn: Conn
     pid: int
     alive: bool
@@ -69,16 +67,12 @@ class ArenaAdded(msgspec.Struct, frozen=True):  # An arena was created for a req
     writer: Progress | None = None  # the living process that may still write into it, whatever its headers say
 
 
-class ArenaRefused(msgspec.Struct, frozen=True):
-    """An arena held for this run cannot be adopted; what it contained is lost."""
-
+class ArenaRefused(msgspec.Struct, frozen=True):  # It cannot be adopted; what it contained is lost
     arena_id: str
     problem: str
 
 
-class SlotSealed(msgspec.Struct, frozen=True):
-    """Sealing a slot has ended: `info` is what it holds now, or `problem` says why it is not sealed."""
-
+class SlotSealed(msgspec.Struct, frozen=True):  # `info`: what it holds now, or `problem`: why it is not sealed
     arena_id: str
     slot: int
     version: Version | None  # None: no version was asked for, and the slot holds none
@@ -88,9 +82,7 @@ class SlotSealed(msgspec.Struct, frozen=True):
     took_s: float = 0.0
 
 
-class SlotVerified(msgspec.Struct, frozen=True):
-    """Verifying a sealed slot has ended; `problem` is empty when its bytes match their checksums."""
-
+class SlotVerified(msgspec.Struct, frozen=True):  # `problem` is empty when its bytes match their checksums
     arena_id: str
     slot: int
     version: Version
@@ -123,9 +115,7 @@ class SnapshotFetched(msgspec.Struct, frozen=True):
     added: ArenaAdded | None = None  # the new arena that was created for it
 
 
-class ParityPlaced(msgspec.Struct, frozen=True):
-    """This node's parity of a version is encoded, verified and held; or a holder gave it back."""
-
+class ParityPlaced(msgspec.Struct, frozen=True):  # Encoded, verified and held here; or a holder gave it back
     parity_set: ParitySet
     moved_bytes: int = 0
 
@@ -136,9 +126,7 @@ class ExchangeAdvanced(msgspec.Struct, frozen=True):  # A parity exchange has mo
     problem: str = ""
 
 
-class ReplicaDigestsRead(msgspec.Struct, frozen=True):
-    """What this node holds of a replica set, for the coordinator's comparison."""
-
+class ReplicaDigestsRead(msgspec.Struct, frozen=True):  # This node's part of a replica set, for the comparison
     audit: ReplicaAudit
     answer: ReplicaAuditAnswer
 

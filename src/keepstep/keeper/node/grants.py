@@ -86,9 +86,7 @@ class NodeGrant:
 
 
 @dataclass(frozen=True)
-class GrantRecord:
-    """What the grant record of an arena holds."""
-
+class GrantRecord:  # What the grant record of an arena holds
     arena_id: str
     grant: Grant
 

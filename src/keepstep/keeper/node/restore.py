@@ -10,19 +10,10 @@ from __future__ import annotations
 from keepstep.control.messages import Done, Loaded, RestoreFrom, WantRestore
 from keepstep.errors import Error, IntegrityError, KeeperError, RecoveryError
 from keepstep.keeper.coordinator.messages import Failure, RestoreOrder
-from keepstep.keeper.node import arenas
+from keepstep.keeper.node import arenas, state
 from keepstep.keeper.node.effects import CancelFetches, FetchSnapshot, Send, SendSnapshot, VerifySlot
 from keepstep.keeper.node.events import SlotVerified, SnapshotFetched
-from keepstep.keeper.node.state import (
-    CORRUPT,
-    FREE,
-    RESTORING,
-    SEALED,
-    SERVING,
-    NodeState,
-    RegisteredTrainer,
-    SnapshotPlace,
-)
+from keepstep.keeper.node.state import NodeState, RegisteredTrainer, SnapshotPlace
 from keepstep.recovery.plan import OWN, REBUILD, RankSource
 from keepstep.types import Version
 
@@ -65,7 +56,7 @@ def follow_plan(node: NodeState, order: RestoreOrder) -> bool:
 
     True when the incarnation begins with it.
     """
-    if node.state != RESTORING:
+    if node.state != state.RESTORING:
         return False
     if not node.trainers.complete() and any(piece.source != OWN for piece in order.pieces):
         return False  # this keeper is a new one: wait for the ranks that the bytes are for
@@ -77,20 +68,19 @@ def follow_plan(node: NodeState, order: RestoreOrder) -> bool:
         for piece in order.pieces:
             _obtain(node, order, piece)
         _check_ready(node)
-
-    if node.state == RESTORING and order.begin and restore.ready_number == order.number == restore.order.number:
+    if node.state == state.RESTORING and order.begin and restore.ready_number == order.number == restore.order.number:
         restore.order = order
         _begin(node)
     elif order.failure:
         answer_requests(node)
-    return node.state == SERVING
+    return node.state == state.SERVING
 
 
 def _obtain(node: NodeState, order: RestoreOrder, piece: RankSource) -> None:
     """Verify the snapshot of one rank where it lies on this node, or have it fetched."""
     if piece.source == OWN:
         slot = node.arenas.slot(piece.arena_id, piece.slot)
-        if slot is None or slot.version != piece.version or slot.state != SEALED:
+        if slot is None or slot.version != piece.version or slot.state != state.SEALED:
             _fail_here(node, order, piece, "it is damaged or gone")  # since the node's last report
         else:
             _verify(node, piece.rank, SnapshotPlace(piece.arena_id, piece.slot, piece.size_bytes), piece.version)
@@ -120,7 +110,7 @@ def _held(node: NodeState, piece: RankSource, trainer: RegisteredTrainer) -> Sna
     """Where an earlier plan, or an earlier keeper, has put it already: it is only verified again."""
     for arena, slot in node.arenas.slots():
         info = slot.info
-        if slot.state != SEALED or info is None or (info.version, info.rank) != (piece.version, piece.rank):
+        if slot.state != state.SEALED or info is None or (info.version, info.rank) != (piece.version, piece.rank):
             continue
         if arena.local_index == trainer.index and not arena.quarantined:
             return SnapshotPlace(arena.arena_id, slot.index, info.size_bytes)
@@ -130,9 +120,9 @@ def _held(node: NodeState, piece: RankSource, trainer: RegisteredTrainer) -> Sna
 def _target(node: NodeState, piece: RankSource, trainer: RegisteredTrainer) -> tuple[str, int]:
     """Arena and slot to fetch into; "": a new arena."""
     arena = node.arenas.of(trainer.index)
-    if arena is None or any(s.version == piece.version and s.state == SEALED for s in arena.slots):
+    if arena is None or any(s.version == piece.version and s.state == state.SEALED for s in arena.slots):
         return "", 0  # another rank's snapshot of this version stays there: both would leave no slot to write
-    slot = next((s for s in arena.slots if s.state in (FREE, CORRUPT)), None)
+    slot = next((s for s in arena.slots if s.state in (state.FREE, state.CORRUPT)), None)
     return (arena.arena_id, slot.index) if slot is not None else ("", 0)
 
 
@@ -160,7 +150,7 @@ def verified(node: NodeState, event: SlotVerified) -> None:
     key, slot = (event.arena_id, event.slot), node.arenas.slot(event.arena_id, event.slot)
     if event.problem and slot is not None:
         rank = slot.info.rank if slot.info is not None else -1
-        corrupt = slot.version == event.version and slot.state == SEALED
+        corrupt = slot.version == event.version and slot.state == state.SEALED
         if corrupt:
             arenas.mark_corrupt(node, slot, f"rank {rank}, {event.version}: {event.problem}")
         if corrupt or key in node.restore.verifying:
@@ -172,7 +162,7 @@ def verified(node: NodeState, event: SlotVerified) -> None:
 
 def _fail_own(node: NodeState, rank: int, event: SlotVerified) -> None:
     order = node.restore.order
-    if order is not None and node.state == RESTORING:
+    if order is not None and node.state == state.RESTORING:
         node.restore.places.pop(rank, None)
         _fail(node, Failure(order.number, node.card.node_id, rank, event.version, True, event.problem))
 
@@ -195,13 +185,13 @@ def _check_ready(node: NodeState) -> None:
             return
         restore.ready_number = order.number
     # All others have begun. This keeper is a new one, or it is too late for another plan: then requests are refused.
-    if order.begin and node.state == RESTORING:
+    if order.begin and node.state == state.RESTORING:
         _begin(node)
 
 
 def _begin(node: NodeState) -> None:
     assert node.restore.order is not None
-    node.enter(SERVING)
+    node.enter(state.SERVING)
     node.log("info", "restore decided", plan=list(node.restore.order.reasons), failure=node.restore.order.failure)
     _refuse_other_versions(node)
 
@@ -212,7 +202,7 @@ def _begin(node: NodeState) -> None:
 def answer_requests(node: NodeState) -> None:
     """Answer the ranks that wait for their snapshots, once the incarnation has begun or the plan has failed."""
     order = node.restore.order
-    if node.state != SERVING and not (order is not None and order.failure):
+    if node.state != state.SERVING and not (order is not None and order.failure):
         return
     requests, node.restore.requests = node.restore.requests, []
     for conn, request in requests:
@@ -275,7 +265,7 @@ def loaded(node: NodeState, trainer: RegisteredTrainer, message: Loaded) -> None
 def _refuse_other_versions(node: NodeState) -> None:
     """A rank may have loaded what an earlier keeper planned, and another rank what this one did: refuse the first."""
     order, restore = node.restore.order, node.restore
-    if order is None or node.state != SERVING:
+    if order is None or node.state != state.SERVING:
         return
     for conn, request in list(restore.loaded_requests):
         if request.step is None or (order.version is not None and request.step == order.version.step):

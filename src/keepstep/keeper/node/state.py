@@ -280,9 +280,7 @@ class Slot:
 
 
 @dataclass
-class ArenaState:
-    """One rank's arena."""
-
+class ArenaState:  # One rank's arena
     arena_id: str
     local_index: int
     generation: int
@@ -323,9 +321,7 @@ class NodeArenas:
 
 
 @dataclass(frozen=True)
-class SnapshotPlace:
-    """The slot that holds a rank's restored snapshot."""
-
+class SnapshotPlace:  # The slot that holds a rank's restored snapshot
     arena_id: str
     slot: int
     size_bytes: int

@@ -10,19 +10,10 @@ from keepstep.arena.records import Progress
 from keepstep.arena.slots import may_request
 from keepstep.control.messages import Goodbye, Register, Registered
 from keepstep.errors import Error, KeeperError
-from keepstep.keeper.node import arenas, orders, restore
+from keepstep.keeper.node import arenas, orders, restore, state
 from keepstep.keeper.node.effects import Kill, Send
 from keepstep.keeper.node.events import ArenaAdded, LauncherSeen, ProcessDied, TrainerRegisters
-from keepstep.keeper.node.state import (
-    FENCING,
-    MAX_STEP,
-    RESTORING,
-    SERVING,
-    WAITING,
-    NodeState,
-    OpeningIncarnation,
-    RegisteredTrainer,
-)  # fmt: skip
+from keepstep.keeper.node.state import MAX_STEP, NodeState, OpeningIncarnation, RegisteredTrainer
 from keepstep.types import Incarnation
 
 
@@ -43,7 +34,7 @@ def register(node: NodeState, event: TrainerRegisters) -> None:
         # This keeper started without a ledger: the trainers know the incarnation.
         node.set_incarnation(wanted)
         node.trainers.label = event.register.label
-        node.enter(SERVING)
+        node.enter(state.SERVING)
         _join(node, event)
     else:
         _open(node, wanted, event)
@@ -138,7 +129,7 @@ def _open(node: NodeState, incarnation: Incarnation, event: TrainerRegisters) ->
         node.reply_error(waiting.conn, waiting.register.ticket, KeeperError("a newer incarnation has begun"))
     deadline = node.now + node.config.keeper.fence_s
     trainers.opening = OpeningIncarnation(incarnation, event.register.label, deadline, [event])
-    node.enter(FENCING)
+    node.enter(state.FENCING)
     for trainer in trainers.registered.values():
         if trainer.running and trainer.pid != event.pid:
             trainers.dying.add(trainer.pid)
@@ -168,7 +159,7 @@ def try_open(node: NodeState) -> None:
     trainers.opening = None
     if node.incarnation.number >= opening.incarnation.number:
         # Memory that was given back meanwhile shows that an earlier keeper has opened it, or a later one.
-        node.enter(WAITING)
+        node.enter(state.WAITING)
     else:
         _begin(node, opening)
     for event in opening.waiting:
@@ -179,7 +170,7 @@ def try_open(node: NodeState) -> None:
 
 def _begin(node: NodeState, opening: OpeningIncarnation) -> None:
     node.begin_incarnation(opening.incarnation)
-    node.enter(RESTORING)
+    node.enter(state.RESTORING)
     restore.begin_incarnation(node)
     orders.begin_incarnation(node)
     node.grants.begin_incarnation()
@@ -202,10 +193,10 @@ def _join(node: NodeState, event: TrainerRegisters) -> None:
     node.count("registrations")
     node.emit(Send(event.conn, Registered(node.incarnation, register.ticket)))
     if register.rejoin:
-        node.enter(SERVING)
+        node.enter(state.SERVING)
         orders.take_up_grants(node)
-    elif node.state == WAITING:
-        node.enter(RESTORING)  # the keeper died while the job was restoring: plan again, from what was given back
+    elif node.state == state.WAITING:
+        node.enter(state.RESTORING)  # the keeper died while the job was restoring: plan again, from what was given back
 
 
 # What adopted arenas show of trainers
