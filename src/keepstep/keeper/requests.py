@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import secrets
@@ -223,7 +222,7 @@ def _with_living_writer(keeper: KeeperServices, event: ArenaAdded) -> ArenaAdded
     lives = writer is not None and writer.pid > 0 and keeper.watch_process(writer.pid)
     if writer is not None and lives and start_time(writer.pid) == writer.started:
         return event
-    return dataclasses.replace(event, writer=None)
+    return msgspec.structs.replace(event, writer=None)
 
 
 def _status_wanted(keeper: KeeperServices, connection: Connection, wanted: WantStatus, fds: list[int]) -> None:

@@ -107,7 +107,7 @@ class SnapshotFetch(TransferThread):
             info = self._fill(arena, slot, group, manifest)
             if reserved is not None:
                 reserved.result(RESERVE_S)
-            added = dataclasses.replace(describe(arena), ledger=None) if created is not None else None
+            added = msgspec.structs.replace(describe(arena), ledger=None) if created is not None else None
             event = SnapshotFetched(effect.plan, piece.rank, arena.arena_id, slot, info, added=added)
             self._results.put(FetchEnded(self, event, created))
             return
