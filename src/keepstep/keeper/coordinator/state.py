@@ -148,9 +148,7 @@ class NodeView:  # What the coordinator knows of one node
 
 
 @dataclass
-class JobGrant:
-    """A grant, and which nodes have finished with it."""
-
+class JobGrant:  # A grant, and which nodes have finished with it
     serial: int
     step: int
     progress: dict[str, EarlierGrantProgress] = field(default_factory=dict)  # by node

@@ -20,9 +20,7 @@ MAX_UNCLAIMED = 4  # of one rank: more grants than it can have open
 
 
 @dataclass
-class NodeGrant:
-    """A grant, and the progress of each rank (by local index) with it."""
-
+class NodeGrant:  # A grant, and the progress of each rank (by local index) with it
     serial: int
     step: int
     slots: dict[int, int]

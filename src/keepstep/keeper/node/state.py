@@ -139,9 +139,7 @@ class NodeState:
 
 
 @dataclass
-class RegisteredTrainer:
-    """A trainer of the current incarnation."""
-
+class RegisteredTrainer:  # A trainer of the current incarnation
     conn: Conn
     pid: int
     register: Register
@@ -170,9 +168,7 @@ class RegisteredTrainer:
 
 
 @dataclass
-class OpeningIncarnation:
-    """An incarnation that waits until all older trainers are dead, and the registrations that wait for it."""
-
+class OpeningIncarnation:  # It waits until all older trainers are dead; registrations wait for it
     incarnation: Incarnation
     label: str
     deadline: float
@@ -186,9 +182,7 @@ class OpeningIncarnation:
 
 
 @dataclass
-class NodeTrainers:
-    """Who is registered, and what must die first. Written by `trainers`."""
-
+class NodeTrainers:  # Who is registered, and what must die first. Written by `trainers`
     registered: dict[int, RegisteredTrainer] = field(default_factory=dict)  # by local index
     label: str = ""
     opening: OpeningIncarnation | None = None
@@ -292,9 +286,7 @@ class ArenaState:  # One rank's arena
 
 
 @dataclass
-class NodeArenas:
-    """The memory of the ranks. Written by `arenas`."""
-
+class NodeArenas:  # The memory of the ranks. Written by `arenas`
     by_id: dict[str, ArenaState] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)  # what failed verification, one sentence each
 
@@ -328,9 +320,7 @@ class SnapshotPlace:  # The slot that holds a rank's restored snapshot
 
 
 @dataclass
-class NodeRestore:
-    """What this node restores in this incarnation. Written by `restore`."""
-
+class NodeRestore:  # What this node restores in this incarnation. Written by `restore`
     requests: list[tuple[Conn, WantRestore]] = field(default_factory=list)
     loaded_requests: list[tuple[Conn, Loaded]] = field(default_factory=list)
     order: RestoreOrder | None = None
@@ -342,9 +332,7 @@ class NodeRestore:
 
 
 @dataclass
-class NodeProtection:
-    """Parity that this node holds and encodes. Written by `protection`."""
-
+class NodeProtection:  # Parity that this node holds and encodes. Written by `protection`
     sets: dict[SetKey, ParitySet] = field(default_factory=dict)
     exchange: ExchangeProgress | None = None
     exchange_started: float = 0.0
@@ -352,9 +340,7 @@ class NodeProtection:
 
 
 @dataclass
-class NodeOrders:
-    """The coordinator, the peers, and what the ledger remembers of both. Written by `orders`."""
-
+class NodeOrders:  # The coordinator, the peers, and what the ledger remembers of both. Written by `orders`
     received: Orders | None = None  # the newest ones of this incarnation
     from_ledger: bool = False  # `received` was read from a ledger, which keeps only a part of the orders
     # The newest ones that retain something: orders of an incarnation that has not begun do not.
