@@ -11,7 +11,6 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import msgspec
@@ -137,7 +136,7 @@ class WorkerPool:
             sealed = arena.sealed(effect.slot)
             if sealed is None or effect.version not in (None, sealed.version):
                 version = _version_to_seal(arena, effect)
-                sealed = self._retry(lambda: self._sealer.seal(arena, effect.slot, version))
+                sealed = self._seal_or_verify(arena, effect.slot, version)
         except Exception as error:
             return SlotSealed(arena.arena_id, effect.slot, effect.version, problem=str(error) or repr(error))
         info, shares = sealed.trainer.info, self._set_digests(arena, effect.slot)
@@ -158,7 +157,7 @@ class WorkerPool:
 
     def _problem(self, arena: Arena, slot: int) -> str:
         try:
-            self._retry(lambda: self._sealer.verify(arena, slot))
+            self._seal_or_verify(arena, slot)
         except Exception as error:
             return str(error) or repr(error)
         return ""
@@ -169,14 +168,21 @@ class WorkerPool:
         except (OSError, Error):  # The slot was written again: who asks for the version is refused.
             return ()
 
-    def _retry(self, call: Callable[[], SealedSlot]) -> SealedSlot:
-        """Try again when the machine fails: only bytes that fail their check may count against a version."""
-        for pause_s in RETRY_PAUSES_S:
+    def _seal_or_verify(self, arena: Arena, slot: int, version: Version | None = None) -> SealedSlot:
+        """Seal this version, or verify the sealed slot when none is given.
+
+        Tries again when the machine fails: only bytes that fail their check may count against a version.
+        """
+        for pause_s in (*RETRY_PAUSES_S, None):
             try:
-                return call()
+                if version is None:
+                    return self._sealer.verify(arena, slot)
+                return self._sealer.seal(arena, slot, version)
             except (OSError, MemoryError):
+                if pause_s is None:
+                    raise
                 self._stopped.wait(pause_s)
-        return call()
+        raise AssertionError("the loop returns or raises")
 
 
 def _version_to_seal(arena: Arena, effect: SealSlot) -> Version:
