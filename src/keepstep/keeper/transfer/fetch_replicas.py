@@ -7,6 +7,7 @@ each of its chunks once to each node that asks; nothing is read twice.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -193,16 +194,16 @@ def fetch_replicas(
     segment = Memfd.create(max(end, 4096))
     out = memoryview(bytearray(CHUNK_BYTES))
 
-    def finish(read: StripeRead) -> None:
-        recipe: ChunkRecipe = read.purpose
-        size = recipe.replica_set.chunk_bytes(recipe.chunk)
-        recipe.make(read.buffers, out[:size])
-        segment.write(offsets[recipe.replica_set.class_id, recipe.chunk], out[:size])
-
     reader = StripeReader(client, RECOVERING, settings, stopped)
     try:
         recipes = (index.chunk(replica_set, chunk) for replica_set, chunk in missing)
-        reader.run((StripeRead(recipe.sources, recipe) for recipe in recipes), finish)
+        reads = (StripeRead(recipe.sources, recipe) for recipe in recipes)
+        with contextlib.closing(reader.run(reads)) as finished:
+            for read in finished:
+                fetched: ChunkRecipe = read.purpose
+                size = fetched.replica_set.chunk_bytes(fetched.chunk)
+                fetched.make(read.buffers, out[:size])
+                segment.write(offsets[fetched.replica_set.class_id, fetched.chunk], out[:size])
     except BaseException:
         segment.close()
         raise

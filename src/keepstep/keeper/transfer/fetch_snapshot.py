@@ -181,7 +181,9 @@ class SnapshotFetch(TransferThread):
         reader = StripeReader(self._client, RECOVERING, self._settings, self.stopped)
         writer = _ChunkWriter(arena, slot, chunks)
         if piece.rebuild is None:
-            reader.run(_reads(piece, manifest.coded), writer.write_fetched)
+            with contextlib.closing(reader.run(_reads(piece, manifest.coded))) as finished:
+                for read in finished:
+                    writer.write_fetched(read)
         else:
             self._rebuild(reader, GroupStripes(piece.rebuild, group), manifest, writer)
         self._fetch_shared(reader, manifest, writer)
@@ -196,14 +198,13 @@ class SnapshotFetch(TransferThread):
         numbers = [stripes.number_of(manifest.rank, chunk) for chunk in manifest.coded]
         done: set[int] = set()
 
-        def finish(read: StripeRead) -> None:
-            writer.write_fetched(read)
-            done.add(read.purpose.at)
-
         try:
             reader.policy = ASKING
             of_others = (number for number in numbers if stripes.helper(number) != self._client.node_id)
-            reader.run((stripes.ask_helper(number) for number in of_others), finish)
+            with contextlib.closing(reader.run(stripes.ask_helper(number) for number in of_others)) as finished:
+                for read in finished:
+                    writer.write_fetched(read)
+                    done.add(read.purpose.at)
         except SourceFailedError as failed:
             log.info("a helper failed, rebuilding here", extra={"reason": str(failed)})
         finally:
@@ -216,21 +217,20 @@ class SnapshotFetch(TransferThread):
     ) -> None:
         out = memoryview(bytearray(CHUNK_BYTES))
         again: list[LostChunk] = []
-
-        def decode(read: StripeRead) -> None:
-            lost: LostChunk = read.purpose
-            try:
-                stripes.decode(lost, read.buffers, out[: lost.chunk.size_bytes])
-                writer.write(lost.chunk, out[: lost.chunk.size_bytes])
-            except IntegrityError as error:
-                # Data was checked against the manifest, parity only against the table of its own node.
-                if lost in again:
-                    bad = next(source for source in read.sources if source.rank < 0)
-                    raise SourceFailedError(bad, FetchError(bad.node_id, str(error), lost=False)) from error
-                again.append(lost)
-
-        reader.run((StripeRead(list(lost.sources), lost) for lost in lost_chunks), decode)
-        reader.run((StripeRead(list(lost.sources), lost) for lost in again), decode)
+        # The second turn begins when the first has ended, and reads what that has put into `again`.
+        for chunks in (lost_chunks, again):
+            with contextlib.closing(reader.run(StripeRead(list(lost.sources), lost) for lost in chunks)) as finished:
+                for read in finished:
+                    lost: LostChunk = read.purpose
+                    try:
+                        stripes.decode(lost, read.buffers, out[: lost.chunk.size_bytes])
+                        writer.write(lost.chunk, out[: lost.chunk.size_bytes])
+                    except IntegrityError as error:
+                        # Data was checked against the manifest, parity only against the table of its own node.
+                        if lost in again:
+                            bad = next(source for source in read.sources if source.rank < 0)
+                            raise SourceFailedError(bad, FetchError(bad.node_id, str(error), lost=False)) from error
+                        again.append(lost)
 
     def _fetch_shared(self, reader: StripeReader, manifest: RankManifest, writer: _ChunkWriter) -> None:
         """State that other nodes hold too: data chunks, and parity that is encoded again. The checksums are its own."""
@@ -255,14 +255,15 @@ class SnapshotFetch(TransferThread):
                     recipe = index.parity(replica_set, part.row, part.code_row, rank=piece.rank)
                 yield StripeRead(recipe.sources, (chunk, recipe))
 
-        def finish(read: StripeRead) -> None:
-            chunk, recipe = read.purpose
-            recipe.make(read.buffers, out[: chunk.size_bytes])
-            if xxhash.xxh3_128_digest(out[: chunk.size_bytes]) != chunk.digest:
-                raise IntegrityError(f"chunk {chunk.index} of the replicated state is not what rank {piece.rank} had")
-            writer.write(chunk, out[: chunk.size_bytes])
-
-        reader.run(reads(), finish)
+        with contextlib.closing(reader.run(reads())) as finished:
+            for read in finished:
+                chunk, recipe = read.purpose
+                recipe.make(read.buffers, out[: chunk.size_bytes])
+                if xxhash.xxh3_128_digest(out[: chunk.size_bytes]) != chunk.digest:
+                    raise IntegrityError(
+                        f"chunk {chunk.index} of the replicated state is not what rank {piece.rank} had"
+                    )
+                writer.write(chunk, out[: chunk.size_bytes])
 
 
 def _reads(piece: RankSource, chunks: tuple[TableChunk, ...]) -> Iterator[StripeRead]:

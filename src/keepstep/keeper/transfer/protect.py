@@ -8,6 +8,7 @@ A peer that cannot be reached is asked again until the exchange is stopped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -187,16 +188,15 @@ class ParityBuilder(TransferThread):
         code = Code(placement.k, placement.m)
         out = memoryview(bytearray(CHUNK_BYTES))
 
-        def finish(read: StripeRead) -> None:
-            stripe, code_row, number, size = read.purpose
-            sources: list[memoryview | None] = [None] * placement.k
-            for source, chunk in zip(read.sources, read.buffers, strict=True):
-                sources[source.index] = chunk
-            code.encode(code_row, sources, out[:size])
-            buffer.write_chunk(stripe, number, out[:size])
-            self._report_progress(reader.moved_bytes)
-
-        reader.run(self._reads(group, meta), finish)
+        with contextlib.closing(reader.run(self._reads(group, meta))) as finished:
+            for read in finished:
+                stripe, code_row, number, size = read.purpose
+                sources: list[memoryview | None] = [None] * placement.k
+                for source, chunk in zip(read.sources, read.buffers, strict=True):
+                    sources[source.index] = chunk
+                code.encode(code_row, sources, out[:size])
+                buffer.write_chunk(stripe, number, out[:size])
+                self._report_progress(reader.moved_bytes)
         buffer.place()
         return ParitySet(key, placement.m, self._position, meta.members, meta.ranks, meta.world_size, buffer.buffer_id)
 

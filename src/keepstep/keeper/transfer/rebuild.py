@@ -8,6 +8,7 @@ the checksum of the lost node.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -140,7 +141,9 @@ class Rebuilder:
             lost = stripes.lost(request.chunk)
             reader = StripeReader(self._client, HELPING, self._settings, self._closed)
             out = memoryview(bytearray(lost.chunk.size_bytes))
-            reader.run([StripeRead(lost.sources, None)], lambda read: stripes.decode(lost, read.buffers, out))
+            with contextlib.closing(reader.run([StripeRead(lost.sources, None)])) as finished:
+                for read in finished:
+                    stripes.decode(lost, read.buffers, out)
         except (OSError, Error) as error:
             raise Refusal(str(error)) from error
         except (SourceFailedError, StoppedError, IndexError, KeyError, ValueError, msgspec.DecodeError) as error:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Generator, Iterable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -164,7 +164,7 @@ class _Failures:
 
 
 class StripeReader:
-    """Performs reads in order; `finish` is called for each when all its chunks are read, on the caller's thread."""
+    """Performs reads in order, a bounded number ahead."""
 
     def __init__(
         self, client: ChunkClient, policy: RetryPolicy, settings: FetchSettings, stopped: threading.Event
@@ -175,8 +175,12 @@ class StripeReader:
         self._failed: set[str] = set()  # nodes that failed a chunk: others are asked first
         self.moved_bytes = 0
 
-    def run(self, reads: Iterable[StripeRead], finish: Callable[[StripeRead], None]) -> None:
-        """Raises SourceFailedError when a chunk cannot be fetched, StoppedError when stopped."""
+    def run(self, reads: Iterable[StripeRead]) -> Generator[StripeRead]:
+        """Yield each read when all its chunks are read; its buffers are used again after the next one is requested.
+
+        Close the iterator (`contextlib.closing`): that cancels what is still in flight. Raises SourceFailedError when a
+        chunk cannot be fetched, StoppedError when stopped.
+        """
         waiting: deque[StripeRead] = deque()
         iterator = iter(reads)
         done = False
@@ -194,7 +198,7 @@ class StripeReader:
                 read = waiting[0]
                 self._finish(read)
                 waiting.popleft()
-                finish(read)
+                yield read
                 self._recycle(read)
         finally:
             for read in waiting:
