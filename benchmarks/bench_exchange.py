@@ -37,7 +37,7 @@ from report import provenance, write_result
 from rich.console import Console
 
 from keepstep.config import PeersConfig
-from keepstep.transport import Body, Fetched, FetchRequest, Peer, TcpOptions, TcpTransport, TransportHandlers
+from keepstep.transport import Body, Fetched, FetchRequest, Peer, TcpOptions, TcpTransport
 
 CHUNK_BYTES = 4 << 20
 SECRET = b"nothing of worth in here"
@@ -354,16 +354,30 @@ def bare_fetch(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> None:
     timed(run)
 
 
+class ChunkListener:
+    """Serves chunks of a file by their index."""
+
+    def __init__(self, fd: int, table: list[bytes]) -> None:
+        self._fd, self._table = fd, table
+        self.linked = threading.Event()
+
+    def on_message(self, node_id: str, message: bytes) -> None:
+        pass
+
+    def on_link(self, node_id: str, up: bool, reason: str) -> None:
+        self.linked.set()
+
+    def serve(self, node_id: str, query: bytes) -> Body:
+        index = int.from_bytes(query, "little")
+        return Body.of_file(self._fd, index * CHUNK_BYTES, CHUNK_BYTES, self._table[index])
+
+
 def keepstep_serve(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> None:
     table = [xxhash.xxh3_128_digest(memory[at : at + CHUNK_BYTES]) for at in range(0, len(memory), CHUNK_BYTES)]
 
-    def serve(_: str, request: bytes) -> Body:
-        index = int.from_bytes(request, "little")
-        return Body.of_file(fd, index * CHUNK_BYTES, CHUNK_BYTES, table[index])
-
     config = PeersConfig(address=options.address)
     peers = TcpTransport(
-        Peer("server", "1"), "bench", SECRET, config, TransportHandlers(ignore, ignore, serve),
+        Peer("server", "1"), "bench", SECRET, config, ChunkListener(fd, table),
         options=TcpOptions(num_streams=options.streams),
     )  # fmt: skip
     tell({"address": peers.card_address()})
@@ -375,15 +389,15 @@ def keepstep_serve(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> N
 def keepstep_fetch(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> None:
     host, _, port = options.address.rpartition(":")
     config = PeersConfig(address="")
-    linked = threading.Event()
+    listener = ChunkListener(fd, [])
     peers = TcpTransport(
         Peer("client", "1"), "bench", SECRET, config,
-        TransportHandlers(ignore, lambda *_: linked.set(), lambda *_: Body.of_bytes(b"")),
+        listener,
         options=TcpOptions(towards=host, num_streams=options.streams),
     )  # fmt: skip
     peers.set_peers([Peer("server", "1", host, int(port))])
     tell({"address": peers.card_address()})
-    if not linked.wait(30):
+    if not listener.linked.wait(30):
         raise SystemExit("no link")
     num_chunks = len(memory) // CHUNK_BYTES
     view = memoryview(memory)
@@ -406,10 +420,6 @@ def keepstep_fetch(fd: int, memory: mmap.mmap, options: argparse.Namespace) -> N
             waiting.popleft().result(60)
 
     timed(run)
-
-
-def ignore(*_: object) -> None:
-    """Nothing to say and nobody to lose."""
 
 
 if __name__ == "__main__":

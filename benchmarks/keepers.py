@@ -66,7 +66,7 @@ class Trainer:
         self.used = -1
         self.arena: Arena | None = None
         self.incarnation = Incarnation(0, 0)
-        self.client = KeeperClient(node.identity, "trainer", on_push=self._pushed, on_lost=lambda: None)
+        self.client = KeeperClient(node.identity, "trainer", listener=self)
 
     def register(self, incarnation: Incarnation) -> None:
         register = Register(self.rank, self.world, 0, 1, incarnation, "", 0, 1, self.slots, -1)
@@ -152,7 +152,7 @@ class Trainer:
             self.arena.close()
             self.arena = None
 
-    def _pushed(self, message: Any, fds: list[int]) -> None:
+    def on_push(self, message: Any, fds: list[int]) -> None:
         for fd in fds:
             os.close(fd)
         with self.changed:
@@ -161,6 +161,9 @@ class Trainer:
             elif isinstance(message, Protected):
                 self.protected, self.protected_at = message.version, time.monotonic()
             self.changed.notify_all()
+
+    def on_lost(self) -> None:
+        pass
 
 
 _noise_block: list[bytes] = []
@@ -178,7 +181,7 @@ class Node:
     def __init__(self, run: Run, node_id: str) -> None:
         self.identity = Identity(run.run_id, node_id, run.directory, outlives_launch=True)
         start_keeper(self.identity, run.config)
-        self.launcher = KeeperClient(self.identity, "launcher", on_push=_close_all, on_lost=lambda: None)
+        self.launcher = KeeperClient(self.identity, "launcher")
         self.launcher.request(LauncherHello(os.getpid()), Done, timeout_s=WAIT_S)
         self.pid = self.status().keeper.pid
         self.trainer: Trainer | None = None
@@ -203,11 +206,6 @@ class Node:
         with contextlib.suppress(Error):
             self.launcher.request(Release(force=True), Done, timeout_s=30.0)
         self.launcher.close()
-
-
-def _close_all(message: Any, fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 class Run:

@@ -96,10 +96,14 @@ class ActingTrainer:
         self.pushes: queue.SimpleQueue[tuple[Any, list[int]]] = queue.SimpleQueue()
         self.complete: queue.SimpleQueue[Version] = queue.SimpleQueue()
         self.used_serial = 0
-        self.link = KeeperClient(
-            identify(resolve()), "trainer", on_push=lambda message, fds: self.pushes.put((message, fds))
-        )
+        self.link = KeeperClient(identify(resolve()), "trainer", listener=self)
         threading.Thread(target=self._hear, daemon=True).start()
+
+    def on_push(self, message: Any, fds: list[int]) -> None:
+        self.pushes.put((message, fds))
+
+    def on_lost(self) -> None:
+        pass
 
     def join(self, payload_bytes: int) -> None:
         label = os.environ.get("KEEPSTEP_TEST_LABEL", "round 1")

@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +31,7 @@ from transport_nodes import (
 from keepstep import faults
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
-from keepstep.transport import Body, FetchError, FetchRequest, Peer, TcpOptions, TcpTransport, TransportHandlers
+from keepstep.transport import Body, FetchError, FetchRequest, Peer, TcpOptions, TcpTransport
 from keepstep.transport.address import resolve_address
 from keepstep.transport.connection import PeerSocket, PeerSocketError
 from keepstep.transport.frames import MESSAGE, REQUEST_HEAD_BYTES, SERVED, AnswerHead, FrameSigner, RequestHead
@@ -68,7 +67,7 @@ class Direct:
         node = Node(node_id, "1")
         limits = transport_limits(config)
         settings = PeersConfig(**({"dead_s": 0.8, "address": address} | config))
-        node.peers = TcpTransport(node.card, run_id, secret, settings, node.handlers(), options=TcpOptions(**limits))
+        node.peers = TcpTransport(node.card, run_id, secret, settings, node, options=TcpOptions(**limits))
         node.card = Peer(node_id, "1", *node.peers.card_address())
         self.nodes.append(node)
         return node
@@ -122,9 +121,8 @@ def test_a_stopped_process_is_silent_and_is_linked_again(net: Direct) -> None:
 
 def test_a_session_ends_after_dead_s_of_silence_and_not_before() -> None:
     traffic = Traffic(PeersConfig(dead_s=1000.0), num_streams=1, timeout_s=1.0)
-    handlers = TransportHandlers(lambda *_: None, lambda *_: None, lambda *_: Body.of_bytes(b""))
     dialer = SimpleNamespace(start_dial=lambda peer: None)
-    links = PeerLinks("a", traffic, handlers, dialer=dialer, max_unlisted_peers=0)
+    links = PeerLinks("a", traffic, Node("a", "1"), dialer=dialer, max_unlisted_peers=0)
     lost: list[float] = []
     links.lose = lambda session, why: lost.append(session.silent_s)  # type: ignore[method-assign,attr-defined]
     now = time.monotonic()
@@ -495,12 +493,11 @@ def test_a_keeper_that_was_itself_stopped_does_not_take_all_others_for_dead(net:
     """What came meanwhile is read before the clock is looked at."""
     a, b = net.pair(dead_s=0.8)
     gate = threading.Event()
-    handlers = b.peers._links._handlers
     # The control thread stands still, as in a long pause.
-    b.peers._links._handlers = replace(handlers, on_message=lambda *_: gate.wait(0.7))
+    b.on_message = lambda *_: gate.wait(0.7)
     a.peers.send("b", b"x")
     time.sleep(1.0)
-    b.peers._links._handlers = handlers
+    del b.on_message
     assert not b.downs(a)
     assert not a.downs(b)
 
@@ -621,17 +618,13 @@ def test_the_rate_is_capped_over_all_streams(net: Direct, capped: str) -> None:
 
 def test_an_unlisted_peer_that_authenticates_is_linked_where_the_limit_allows_it() -> None:
     """A keeper of an incarnation before does not know who coordinates the next one; the secret is enough."""
-    heard: list[str] = []
+    listener = Node("any", "1")
+    listener.things[b"?"] = Body.of_bytes(b"yours")
     settings = PeersConfig(address="127.0.0.1", dead_s=1.0)
-
-    handlers = TransportHandlers(
-        on_message=lambda node, data: heard.append(node), on_link=lambda *args: None,
-        serve=lambda node, query: Body.of_bytes(b"yours"),
-    )  # fmt: skip
 
     def peers(node_id: str, max_unlisted_peers: int, instance: str = "1") -> TcpTransport:
         return TcpTransport(
-            Peer(node_id, instance), "run", bytes(32), settings, handlers,
+            Peer(node_id, instance), "run", bytes(32), settings, listener,
             options=TcpOptions(max_unlisted_peers=max_unlisted_peers),
         )  # fmt: skip
 
@@ -643,7 +636,7 @@ def test_an_unlisted_peer_that_authenticates_is_linked_where_the_limit_allows_it
         asked = guest.fetch(FetchRequest("open", b"?", 10, 3.0))
         assert asked.result(5).data == b"yours"
         assert guest.send("open", b"hello")
-        until(lambda: heard == ["guest"], "its word was heard")
+        until(lambda: listener.messages == [("guest", b"hello")], "its word was heard")
         assert not guest.up("closed")
         # Another instance takes its place; one more guest than there is room for stays outside.
         again = peers("guest", 0, "2")

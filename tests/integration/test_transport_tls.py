@@ -157,9 +157,7 @@ def test_an_older_tls_is_not_spoken(net: TcpNet, authority: dict[str, str]) -> N
 def test_a_peer_without_tls_and_one_with_it_are_not_linked(net: TcpNet) -> None:
     a = net.make("a")
     plain = Node("b", "1")
-    plain.peers = TcpTransport(
-        plain.card, RUN_ID, SECRET, PeersConfig(address="127.0.0.1", dead_s=0.6), plain.handlers()
-    )
+    plain.peers = TcpTransport(plain.card, RUN_ID, SECRET, PeersConfig(address="127.0.0.1", dead_s=0.6), plain)
     try:
         card = Peer("b", "1", *plain.peers.card_address())
         a.peers.set_peers([card])

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import xxhash
 
 from keepstep.config import PeersConfig
 from keepstep.testing.memory_transport import MemoryHub, MemoryTransport
-from keepstep.transport import Body, FetchRequest, Peer, Refusal, TcpOptions, TcpTransport, TransportHandlers
+from keepstep.transport import Body, FetchRequest, Peer, Refusal, TcpOptions, TcpTransport
 
 SECRET = b"a secret of this run"
 RUN_ID = "run-1"
@@ -65,9 +64,6 @@ class Node:
             raise Refusal(f"no {request.decode()} here")
         thing = self.things[request]
         return thing() if callable(thing) else thing
-
-    def handlers(self) -> TransportHandlers:
-        return TransportHandlers(self.on_message, self.on_link, self.serve)
 
     def keep(self, name: bytes, data: bytes) -> None:
         """Serve these bytes from a memfd, as a keeper does."""
@@ -156,7 +152,7 @@ class MemoryNet(Net):
         return lambda *nodes: order(*(node.node_id for node in nodes))
 
     def _start(self, node: Node, config: PeersConfig, limits: dict[str, Any]) -> None:
-        node.peers = MemoryTransport(self._hub, node.card, config, node.handlers(), **limits)
+        node.peers = MemoryTransport(self._hub, node.card, config, node, **limits)
         node.card = node.peers.me
 
 
@@ -195,7 +191,7 @@ class TcpNet(Net):
         config = PeersConfig(
             **{name: getattr(config, name) for name in config.given} | {"address": address} | self._tls
         )
-        node.peers = TcpTransport(node.card, RUN_ID, SECRET, config, node.handlers(), options=TcpOptions(**limits))
+        node.peers = TcpTransport(node.card, RUN_ID, SECRET, config, node, options=TcpOptions(**limits))
         proxy = Proxy(self, node.node_id, node.peers.card_address())
         self._proxies.append(proxy)
         node.card = Peer(node.node_id, node.instance, *proxy.address)
@@ -327,13 +323,17 @@ class Process:
             self.kill()
 
 
+class EchoNode(Node):
+    """Sends every message back."""
+
+    def on_message(self, node_id: str, message: bytes) -> None:
+        self.peers.send(node_id, b"echo " + message)
+
+
 def main() -> None:
     said = json.loads(sys.argv[1])
-    node = Node(said["node_id"], "1")
-    peers = TcpTransport(
-        node.card, RUN_ID, SECRET, PeersConfig(**said["config"]),
-        replace(node.handlers(), on_message=lambda node_id, message: peers.send(node_id, b"echo " + message)),
-    )  # fmt: skip
+    node = EchoNode(said["node_id"], "1")
+    peers = node.peers = TcpTransport(node.card, RUN_ID, SECRET, PeersConfig(**said["config"]), node)
     node.keep(b"thing", bytes(range(256)) * 4096)
     address, port = peers.card_address()
     print(json.dumps({"node_id": node.node_id, "instance": "1", "address": address, "port": port}), flush=True)

@@ -86,7 +86,7 @@ class PlainTrainer:
     ) -> None:  # fmt: skip
         self.node, self.rank, self.size_bytes, self.slots = node, rank, size_bytes, slots
         self.place = (rank, world_size, local_index, local_world_size)
-        self.client = KeeperClient(node.identity, "trainer", on_push=self._pushed, on_lost=lambda: None)
+        self.client = KeeperClient(node.identity, "trainer", listener=self)
         self.complete: Version | None = None
         self.protected: Version | None = None
         self.voided: list[Voided] = []
@@ -107,7 +107,7 @@ class PlainTrainer:
         """Its keeper died and another one has taken the memory over: go on with that one."""
         self.client.close()
         self.node = node
-        self.client = KeeperClient(node.identity, "trainer", on_push=self._pushed, on_lost=lambda: None)
+        self.client = KeeperClient(node.identity, "trainer", listener=self)
         rank, world, index, local = self.place
         arena_id = self.arena.arena_id if self.arena is not None else ""
         register = Register(
@@ -196,7 +196,7 @@ class PlainTrainer:
             self.arena.close()
             self.arena = None
 
-    def _pushed(self, message: object, fds: list[int]) -> None:
+    def on_push(self, message: object, fds: list[int]) -> None:
         for fd in fds:
             os.close(fd)
         if isinstance(message, Complete | Voided) and self.said is not None and self.said.version == message.version:
@@ -208,6 +208,9 @@ class PlainTrainer:
         elif isinstance(message, Voided):
             self.voided.append(message)
 
+    def on_lost(self) -> None:
+        pass
+
 
 class Node:
     """A keeper in a thread, and whoever plays its launcher."""
@@ -218,7 +221,7 @@ class Node:
         self.identity = Identity(run.run_id, node_id, run.directory, True)
         self._begin()
         self.memory = memory or HeldMemory(request_timeout_s=DEADLINE_S)
-        self.launcher = KeeperClient(self.identity, "launcher", on_push=self._held, on_lost=lambda: None)
+        self.launcher = KeeperClient(self.identity, "launcher", listener=self)
         self.trainers: list[PlainTrainer] = []
         self.membership: Membership | None = None
         self.refused = self.memory.give_back(self.launcher)
@@ -232,12 +235,15 @@ class Node:
     def hello(self) -> None:
         self.launcher.request(LauncherHello(os.getpid()), Done, timeout_s=DEADLINE_S)
 
-    def _held(self, message: object, fds: list[int]) -> None:
+    def on_push(self, message: object, fds: list[int]) -> None:
         if isinstance(message, Hold):
             self.memory.apply(message, fds)
             return
         for fd in fds:
             os.close(fd)
+
+    def on_lost(self) -> None:
+        pass
 
     def card(self) -> CardIs:
         answer, _ = self.launcher.request(WantCard(), CardIs, timeout_s=DEADLINE_S)

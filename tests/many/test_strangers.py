@@ -34,7 +34,7 @@ from keepstep.keeper.transfer.chunk_store import CHECK, DATA, MANIFEST, META, PA
 from keepstep.keeper.workers import manifest as manifests
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.recovery.plan import Rebuild
-from keepstep.transport.interface import Body, FetchError, FetchRequest, Peer, TransportHandlers
+from keepstep.transport.interface import Body, FetchError, FetchRequest, Peer
 from keepstep.transport.tcp import TcpTransport
 from keepstep.types import Incarnation, Version
 
@@ -50,16 +50,26 @@ def three(place: Path) -> Iterator[Run]:
         yield run
 
 
+class SilentListener:
+    """Ignores messages and links, and serves no bytes."""
+
+    def on_message(self, node_id: str, message: bytes) -> None:
+        pass
+
+    def on_link(self, node_id: str, up: bool, reason: str) -> None:
+        pass
+
+    def serve(self, node_id: str, query: bytes) -> Body:
+        return Body.of_bytes(b"")
+
+
 @contextlib.contextmanager
 def stranger(run: Run, *, secret: bytes, run_id: str = "", node_id: str = "z") -> Iterator[TcpTransport]:
     """A keeper's voice without a keeper, that knows where the others are."""
     config = PeersConfig(address="127.0.0.1", dead_s=1.0)
     peers = TcpTransport(
         Peer(node_id, secrets.token_hex(8)), run_id or run.run_id, secret, config,
-        TransportHandlers(
-            on_message=lambda node_id, data: None, on_link=lambda node_id, up, reason: None,
-            serve=lambda node_id, data: Body.of_bytes(b""),
-        ),
+        SilentListener(),
     )  # fmt: skip
     cards = [node.card().card for node in run.nodes.values()]
     peers.set_peers([Peer(card.node_id, card.instance, card.address, card.port) for card in cards])

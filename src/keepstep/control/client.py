@@ -1,9 +1,9 @@
 """A connection to the keeper of this node, for trainers, launchers and the command line.
 
 Invariants:
-- One thread reads. Answers go to the request with their ticket; all other messages go to `on_push`.
-- When the connection ends, waiting requests fail at once and `on_lost` is called once. Reconnecting is the caller's
-  task (trainer/connection/keeper_link.py, launcher/keeper_supervisor.py), and starting a keeper is spawn.py's.
+- One thread reads. Answers go to the request with their ticket; all other messages go to the listener.
+- When the connection ends, waiting requests fail at once and the listener's `on_lost` is called once. Reconnecting is
+  the caller's task (trainer/connection/keeper_link.py, launcher/keeper_supervisor.py), starting a keeper is spawn.py's.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from keepstep import faults
 from keepstep.control.framing import FrameError, FrameReader, receive, send
@@ -35,13 +34,17 @@ CONNECT_RETRY_S = 0.01
 JOIN_S = 5.0
 REQUEST_S = 60.0  # Deadline for an answer, restoring and memory excepted: a keeper that takes longer hangs
 RESTORE_S = 600.0  # Deadline for what reads or makes memory: the decision what to restore, verification, new arenas
-Push = Callable[[Any, list[int]], None]
 M = TypeVar("M")
 
 
-def _ignore(message: Any, fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+class ClientListener(Protocol):
+    """Receives what the keeper sends without being asked. Called from the thread that reads."""
+
+    def on_push(self, message: Any, fds: list[int]) -> None:
+        """The keeper sent a message. The listener owns the descriptors."""
+
+    def on_lost(self) -> None:
+        """The connection ended, and not by `close`."""
 
 
 class NoAnswerError(KeeperError):
@@ -57,11 +60,10 @@ class KeeperClient:
         role: str,
         *,
         timeout_s: float = CONNECT_S,
-        on_push: Push = _ignore,
-        on_lost: Callable[[], None] = lambda: None,
+        listener: ClientListener | None = None,
     ) -> None:
         self.identity = identity
-        self._on_push, self._on_lost = on_push, on_lost
+        self._listener = listener
         self._tickets = itertools.count(1)
         self._waiting: dict[int, Future[tuple[Any, list[int]]]] = {}
         self._lock = threading.Lock()
@@ -160,15 +162,18 @@ class KeeperClient:
             for future in list(self._waiting.values()):
                 if not future.done():
                     future.set_exception(KeeperError("the keeper is gone", hint="another one is started"))
-            if not was_closed:
-                self._on_lost()
+            if not was_closed and self._listener is not None:
+                self._listener.on_lost()
 
     def _deliver(self, message: Any, fds: list[int]) -> None:
         future = self._waiting.get(getattr(message, "ticket", 0) or 0)
         if future is not None and not future.done():
             future.set_result((message, fds))
+        elif self._listener is not None:
+            self._listener.on_push(message, fds)
         else:
-            self._on_push(message, fds)
+            for fd in fds:
+                os.close(fd)
 
 
 def _connect(identity: Identity, timeout_s: float) -> socket.socket:

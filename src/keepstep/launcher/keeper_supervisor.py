@@ -200,7 +200,7 @@ class KeeperSupervisor:
         deadline = time.monotonic() + CONNECT_S
         while True:
             try:
-                return KeeperClient(self._identity, "launcher", on_push=self._pushed, on_lost=self._lost)
+                return KeeperClient(self._identity, "launcher", listener=self)
             except KeeperError:
                 if time.monotonic() > deadline:
                     raise
@@ -208,7 +208,7 @@ class KeeperSupervisor:
 
     # Messages of the keeper, on the connection's own thread
 
-    def _pushed(self, message: Any, fds: list[int]) -> None:
+    def on_push(self, message: Any, fds: list[int]) -> None:
         if isinstance(message, Hold):
             self._memory.apply(message, fds)
             with self._changed:
@@ -225,7 +225,7 @@ class KeeperSupervisor:
                 self._wanted = False
             self._memory.forget_all()
 
-    def _lost(self) -> None:
+    def on_lost(self) -> None:
         with self._changed:
             self._changed.notify_all()
 

@@ -1,7 +1,7 @@
 """Transport inside one process, for tests and simulations, with faults to inject.
 
     hub = MemoryHub()
-    a = MemoryTransport(hub, Peer("a", "1"), config, TransportHandlers(on_message, on_link, serve))
+    a = MemoryTransport(hub, Peer("a", "1"), config, listener)
     hub.cut("a", "b"); hub.freeze("b"); hub.delay("a", "b", 0.1); hub.corrupt("a", "b")
 
 Rules, limits and futures are those of the TCP transport; one conformance suite runs on both. A cut link or a frozen
@@ -34,7 +34,7 @@ from keepstep.transport.interface import (
     FetchRequest,
     Peer,
     Refusal,
-    TransportHandlers,
+    TransportListener,
 )
 from keepstep.transport.threads import ThreadGroup
 from keepstep.transport.throttle import Traffic
@@ -110,7 +110,7 @@ class MemoryTransport:
         hub: MemoryHub,
         me: Peer,
         config: PeersConfig,
-        handlers: TransportHandlers,
+        listener: TransportListener,
         *,
         num_streams: int = NUM_STREAMS,
         timeout_s: float = TIMEOUT_S,
@@ -118,7 +118,7 @@ class MemoryTransport:
         self.me = Peer(me.node_id, me.instance, "memory", next(hub.ports))
         self._hub = hub
         self._traffic = Traffic(config, num_streams=num_streams, timeout_s=timeout_s)
-        self._handlers = handlers
+        self._listener = listener
         self._threads = ThreadGroup()
         self._peers: dict[str, Peer] = {}
         self._links: dict[str, _Link] = {}
@@ -261,10 +261,10 @@ class MemoryTransport:
             return
         if reported is not None:
             del self._reported[node_id]
-            self._call(lambda: self._handlers.on_link(node_id, False, reported.ended))
+            self._call(lambda: self._listener.on_link(node_id, False, reported.ended))
         if link is not None:
             self._reported[node_id] = link
-            self._call(lambda: self._handlers.on_link(node_id, True, "connected"))
+            self._call(lambda: self._listener.on_link(node_id, True, "connected"))
 
     def _deliver(self, node_id: str) -> None:
         link = self._reported.get(node_id)
@@ -275,7 +275,7 @@ class MemoryTransport:
                     return
                 _, message = inbox.popleft()
             self._traffic.counters.add("messages_in")
-            self._call(lambda: self._handlers.on_message(node_id, message))  # noqa: B023
+            self._call(lambda: self._listener.on_message(node_id, message))  # noqa: B023
 
     def _expire(self, node_id: str) -> None:
         """Fail fetches that wait past their deadline, and all of them when the link is down."""
@@ -294,7 +294,7 @@ class MemoryTransport:
         try:
             handler()
         except Exception:
-            log.exception("a handler of the transport failed")
+            log.exception("the listener of the transport failed")
 
     # --- streams --------------------------------------------------------------------------------------------------
 
@@ -368,7 +368,7 @@ class MemoryTransport:
         node_id, query, size_bytes, exact = request
         body: Body | None = None
         try:
-            body = self._handlers.serve(node_id, query)
+            body = self._listener.serve(node_id, query)
             reason = ""
         except Refusal as refusal:
             reason = str(refusal)

@@ -11,7 +11,7 @@ from keepstep.transport.interface import (
     Peer,
     Refusal,
     Transport,
-    TransportHandlers,
+    TransportListener,
 )
 from keepstep.transport.tcp import TcpOptions, TcpTransport
 
@@ -25,5 +25,5 @@ __all__ = [
     "TcpOptions",
     "TcpTransport",
     "Transport",
-    "TransportHandlers",
+    "TransportListener",
 ]

@@ -3,13 +3,14 @@
     set_peers(peers)   who the peers are; links are made, remade and ended in the background
     send               a small message, in order, at most once: dropped when the link is down or its queue is full
     fetch              bytes from a peer's memory into ours, verified; the future ends in every case
-    serve              (a handler) what a peer may fetch from this keeper
+    serve              (of the listener) what a peer may fetch from this keeper
 
 Rules for both sides of this interface:
 
-1. Handlers. `on_message` and `on_link` are called on one thread, in order, never concurrently. They must return at
+1. Listener. `on_message` and `on_link` are called on one thread, in order, never concurrently. They must return at
    once (put the event into a queue), because heartbeats wait for them. `serve` is called on stream threads, several at
-   a time, and may block for as long as the fetching side's deadline. An exception in a handler is logged and dropped.
+   a time, and may block for as long as the fetching side's deadline. An exception of the listener is logged and
+   dropped.
 2. `on_link` reports connections only. A link that is down does not mean that its node is.
 3. `send` never blocks. True means queued, not received: the protocol above it is idempotent and resends.
 4. `fetch` only reads from the peer, so it may be repeated. A future ends by its deadline at the latest. Until it ends
@@ -118,17 +119,21 @@ class FetchError(Exception):
         self.lost = lost
 
 
-@dataclass(frozen=True)
-class TransportHandlers:
-    """Calls from the transport's threads into its keeper: see rule 1."""
+class TransportListener(Protocol):
+    """Receives what peers send and serves what they fetch. Called on the transport's threads: see rule 1."""
 
-    on_message: Callable[[str, bytes], None]  # node id, message
-    on_link: Callable[[str, bool, str], None]  # node id, whether the link is up, reason
-    serve: Callable[[str, bytes], Body]  # node id, query; raises Refusal to decline
+    def on_message(self, node_id: str, message: bytes) -> None:
+        """A peer sent a message."""
+
+    def on_link(self, node_id: str, up: bool, reason: str) -> None:
+        """The link to a peer is up, or down."""
+
+    def serve(self, node_id: str, query: bytes) -> Body:
+        """The bytes that a peer requests. Raises Refusal to decline."""
 
 
 class Transport(Protocol):
-    """Links to the other keepers of the run. Thread-safe; handlers are given at construction."""
+    """Links to the other keepers of the run. Thread-safe; the listener is given at construction."""
 
     def card_address(self) -> tuple[str, int]:
         """Address and port where peers reach this keeper."""
@@ -155,4 +160,4 @@ class Transport(Protocol):
         """Totals since the start (bytes_in, bytes_out, refused, bad_checksums, reconnects ...), and recent rates."""
 
     def close(self) -> None:
-        """End every link, future and thread. No handler is called afterwards."""
+        """End every link, future and thread. The listener is not called afterwards."""

@@ -27,7 +27,7 @@ from typing import Protocol
 from keepstep.transport.connection import PeerSocketError
 from keepstep.transport.frames import GOODBYE, HEARTBEAT, MESSAGE, PeerFrameError
 from keepstep.transport.handshake import ACCEPTED, ALREADY_LINKED, UNKNOWN_PEER
-from keepstep.transport.interface import MAX_MESSAGE_BYTES, Peer, TransportHandlers
+from keepstep.transport.interface import MAX_MESSAGE_BYTES, Peer, TransportListener
 from keepstep.transport.session import PeerSession
 from keepstep.transport.throttle import Traffic
 
@@ -66,7 +66,7 @@ class PeerLinks:
         self,
         node_id: str,
         traffic: Traffic,
-        handlers: TransportHandlers,
+        listener: TransportListener,
         *,
         dialer: LinkDialer,
         max_unlisted_peers: int,
@@ -76,7 +76,7 @@ class PeerLinks:
         self._node_id = node_id
         self._traffic = traffic
         self._dialer = dialer
-        self._handlers = handlers
+        self._listener = listener
         self._lock = threading.Lock()
         self._links: dict[str, _LinkState] = {}
         self._arrived: list[PeerSession] = []
@@ -324,7 +324,7 @@ class PeerLinks:
                 return
             if kind == MESSAGE:
                 self._traffic.counters.add("messages_in")
-                self._call(lambda: self._handlers.on_message(session.peer.node_id, body))  # noqa: B023
+                self._call(lambda: self._listener.on_message(session.peer.node_id, body))  # noqa: B023
             elif kind == GOODBYE:
                 self.lose(session, "the peer closed its end")
 
@@ -385,7 +385,7 @@ class PeerLinks:
 
     def _report_link(self, session: PeerSession, up: bool, reason: str) -> None:
         log.info("link to %s is %s: %s", session.peer.node_id, "up" if up else "down", reason)
-        self._call(lambda: self._handlers.on_link(session.peer.node_id, up, reason))
+        self._call(lambda: self._listener.on_link(session.peer.node_id, up, reason))
 
     def _call(self, handler: Callable[[], None]) -> None:
         if self._closing:
@@ -393,7 +393,7 @@ class PeerLinks:
         try:
             handler()
         except Exception:
-            log.exception("a handler of the transport failed")
+            log.exception("the listener of the transport failed")
 
     def _start_dials(self, now: float) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from keepstep.transport.connection import PeerSocket, PeerSocketError
 from keepstep.transport.frames import REFUSED, REQUEST_HEAD_BYTES, SERVED, AnswerHead, PeerFrameError, RequestHead
-from keepstep.transport.interface import CHECKSUM_BYTES, MAX_REASON_BYTES, Body, Refusal
+from keepstep.transport.interface import CHECKSUM_BYTES, MAX_REASON_BYTES, Body, Refusal, TransportListener
 from keepstep.transport.session import PeerSession
 from keepstep.transport.threads import ThreadGroup
 from keepstep.transport.throttle import Traffic
@@ -139,10 +139,10 @@ class Listener:
 class RequestServer:
     """Answers the requests of one peer on one stream, for as long as the peer's session lasts."""
 
-    def __init__(self, session: PeerSession, serve: Callable[[str, bytes], Body], traffic: Traffic) -> None:
+    def __init__(self, session: PeerSession, listener: TransportListener, traffic: Traffic) -> None:
         self._session = session
         self._node_id = session.peer.node_id
-        self._serve = serve
+        self._listener = listener
         self._traffic = traffic
 
     def run(self, connection: PeerSocket) -> None:
@@ -178,7 +178,7 @@ class RequestServer:
 
     def _body_for(self, query: bytes) -> tuple[Body | None, str]:
         try:
-            body = self._serve(self._node_id, query)
+            body = self._listener.serve(self._node_id, query)
         except Refusal as refusal:
             return None, str(refusal)
         except Exception as error:

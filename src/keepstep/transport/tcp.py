@@ -48,7 +48,7 @@ from keepstep.transport.interface import (
     Fetched,
     FetchRequest,
     Peer,
-    TransportHandlers,
+    TransportListener,
 )
 from keepstep.transport.links import PeerLinks
 from keepstep.transport.serve import Listener, RequestServer
@@ -90,7 +90,7 @@ class TcpTransport:
         run_id: str,
         secret: bytes,
         config: PeersConfig,
-        handlers: TransportHandlers,
+        listener: TransportListener,
         *,
         options: TcpOptions = TcpOptions(),
     ) -> None:
@@ -98,7 +98,7 @@ class TcpTransport:
         self._self = KeeperSelf(me.node_id, me.instance, run_id)
         self._key: bytes | None = None
         self._traffic = Traffic(config, num_streams=options.num_streams, timeout_s=options.timeout_s)
-        self._handlers = handlers
+        self._transport_listener = listener
         self._threads = ThreadGroup()
         self._closed = False
         self._lock = threading.Lock()
@@ -108,7 +108,7 @@ class TcpTransport:
         self._address, self._port = listening.getsockname()[:2]
         self._listener = Listener(listening, self._accept, self._threads, timeout_s=options.timeout_s)
         self._links = PeerLinks(
-            me.node_id, self._traffic, handlers, dialer=self, max_unlisted_peers=options.max_unlisted_peers
+            me.node_id, self._traffic, listener, dialer=self, max_unlisted_peers=options.max_unlisted_peers
         )
         log.info(
             "peers reach this keeper at %s port %d (peers.address = %r)%s",
@@ -300,7 +300,7 @@ class TcpTransport:
             handshake.send_verdict(ACCEPTED)
             self._listener.authenticated(connection)
             threading.current_thread().name = f"keepstep-peer-serve-{peer.node_id}"
-            RequestServer(session, self._handlers.serve, self._traffic).run(connection)
+            RequestServer(session, self._transport_listener, self._traffic).run(connection)
         finally:
             session.remove_served_stream(connection)
 

@@ -38,7 +38,7 @@ from keepstep.keeper.workers.results import Result, Results
 from keepstep.parity.cost_model import WINDOW_BYTES
 from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.recovery.inventory import ParitySet, SetKey
-from keepstep.transport.interface import TIMEOUT_S, Body, Peer, Transport, TransportHandlers
+from keepstep.transport.interface import TIMEOUT_S, Body, Peer, Transport
 from keepstep.transport.tcp import TcpOptions, TcpTransport
 
 log = logging.getLogger("keepstep.keeper")
@@ -77,7 +77,7 @@ class CutEnded(Result):
 
 
 class KeeperNetwork:
-    """Links to other keepers, and all transfers. Used by the keeper's loop; the transport calls the handlers."""
+    """Links to other keepers, and all transfers. Used by the keeper's loop; listens to the transport."""
 
     def __init__(
         self, identity: Identity, instance: str, config: Config, allocator: ArenaAllocator, results: Results
@@ -113,7 +113,7 @@ class KeeperNetwork:
                 return TcpTransport(
                     Peer(self._identity.node_id, address.instance), self._identity.run_id, b"",
                     replace(config.peers, port=port),
-                    TransportHandlers(self._on_message, self._on_link, self._serve),
+                    self,
                     options=TcpOptions(max_unlisted_peers=MAX_UNLISTED_PEERS),
                 )  # fmt: skip
             except ConfigError:
@@ -122,20 +122,20 @@ class KeeperNetwork:
                 log.warning("the port of the last keeper is taken: peers must receive the new one")
         raise AssertionError("the loop returns or raises")
 
-    # Handlers of the transport, called on its threads
+    # TransportListener, called on the transport's threads
 
-    def _on_message(self, node_id: str, data: bytes) -> None:
+    def on_message(self, node_id: str, message: bytes) -> None:
         try:
-            message = messages.decode(data)
+            decoded = messages.decode(message)
         except (msgspec.DecodeError, ValueError) as error:
             log.warning("a message of a peer cannot be decoded", extra={"peer": node_id, "reason": str(error)})
             return
-        self._results.put(PeerMessage(node_id, message))
+        self._results.put(PeerMessage(node_id, decoded))
 
-    def _on_link(self, node_id: str, up: bool, reason: str) -> None:
+    def on_link(self, node_id: str, up: bool, reason: str) -> None:
         self._results.put(PeerLink(node_id, up, reason))
 
-    def _serve(self, node_id: str, query: bytes) -> Body:
+    def serve(self, node_id: str, query: bytes) -> Body:
         return self._server.answer(node_id, query)  # never before `set_peers`: no peer is authenticated without secret
 
     # Links

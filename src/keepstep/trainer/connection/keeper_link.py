@@ -247,7 +247,7 @@ class KeeperLink:
             before, self._client = self._client, client
         if before is not None:
             before.close()
-        if client.lost:  # Before `_client` was set, so `_lost` did nothing.
+        if client.lost:  # Before `_client` was set, so `on_lost` did nothing.
             raise KeeperError("the keeper is gone again", hint="it is started again by itself")
         if names := self.memory.names():
             client.post(Held(names))
@@ -262,9 +262,9 @@ class KeeperLink:
         return REQUEST_S + self.config.keeper.fence_s
 
     def _dial(self) -> KeeperClient:
-        return KeeperClient(self.identity, "trainer", on_push=self._pushed, on_lost=self._lost)
+        return KeeperClient(self.identity, "trainer", listener=self)
 
-    def _lost(self) -> None:
+    def on_lost(self) -> None:
         with self._changing:
             client = self._client
             if self._closed.is_set() or self.ended or self._reconnecting or client is None or not client.lost:
@@ -295,7 +295,7 @@ class KeeperLink:
 
     # Messages that the keeper sends without being asked
 
-    def _pushed(self, message: Any, fds: list[int]) -> None:
+    def on_push(self, message: Any, fds: list[int]) -> None:
         if isinstance(message, Hold):
             self._hold(message, fds)
             return
