@@ -96,7 +96,7 @@ class ArenaAllocator:
 
     def _choose(self, size: SnapshotSize, num_ranks: int, limits: MemoryLimits, limit_bytes: int = 0) -> int:
         """Slots for `auto`: chosen once for the node, fewer for a rank whose arena does not fit after that."""
-        slot_bytes = size.layout_bytes + size.values_bytes + size.payload_bytes
+        slot_bytes = self._plan(size, FEW_SLOTS, 0, 1).slot_stride  # with its headers, table and padding
         if self.chosen is None:
             self.chosen = memory_limits.choose_slots(slot_bytes, num_ranks, limits, limit_bytes)
         elif self.chosen.slots > FEW_SLOTS:

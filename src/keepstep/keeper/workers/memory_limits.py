@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.arena.slots import FEW_SLOTS
+from keepstep.arena.slots import FEW_SLOTS, FIRST_SLOT
 from keepstep.errors import KeeperError
 from keepstep.layout import gib
 
@@ -51,9 +51,9 @@ class SlotChoice:
 
 
 def choose_slots(slot_bytes: int, num_ranks: int, limits: MemoryLimits, memory_limit_bytes: int = 0) -> SlotChoice:
-    """Choose the slots of every rank of a node, from what one rank needs for a slot."""
+    """Choose the slots of every rank of a node, from what a slot of one rank takes up in its arena."""
     free, need = max(0, limits.free_bytes - RESERVE_BYTES), ROOM_SLOTS * slot_bytes * num_ranks
-    if memory_limit_bytes and MORE_SLOTS * slot_bytes > memory_limit_bytes:
+    if memory_limit_bytes and FIRST_SLOT + MORE_SLOTS * slot_bytes > memory_limit_bytes:
         limit = f"arena.memory_limit_bytes {gib(memory_limit_bytes)}"
         return SlotChoice(FEW_SLOTS, f"three slots of {gib(slot_bytes)} exceed {limit}")
     ranks = f" for {num_ranks} ranks" if num_ranks > 1 else ""
