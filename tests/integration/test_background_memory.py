@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,11 @@ import torch
 import keepstep
 from keepstep import faults
 from keepstep.config import ArenaConfig
+from keepstep.control.messages import WantArena
+from keepstep.keeper.node.effects import CreateArena
 from keepstep.keeper.workers import memory_limits
+from keepstep.keeper.workers.allocation import ArenaAllocator
+from keepstep.layout import SnapshotSize
 from keepstep.testing.run import LocalRun, wait_until
 from keepstep.trainer.memory.rank_arena import PREPARING
 
@@ -74,14 +81,17 @@ class Gate:
 
 
 def maps_and_descriptors() -> tuple[int, int]:
-    maps = Path("/proc/self/maps").read_text().count("memfd:keepstep-arena")
+    return Path("/proc/self/maps").read_text().count("memfd:keepstep-arena"), num_descriptors()
+
+
+def num_descriptors() -> int:
     descriptors = 0
     for entry in os.listdir("/proc/self/fd"):
         try:
             descriptors += "keepstep-arena" in os.readlink(f"/proc/self/fd/{entry}")
         except FileNotFoundError:  # that of the listing
             continue
-    return maps, descriptors
+    return descriptors
 
 
 def test_restore_returns_before_the_memory_is_reserved_and_takes_are_skipped_until_then(
@@ -118,7 +128,7 @@ def test_the_restored_version_is_kept_until_a_snapshot_of_the_new_life_is_comple
     for _ in range(2):  # Each life ends before its memory is prepared.
         after = Training()
         snapshots = keepstep.Snapshotter({"model": after.model}, run.config())
-        snapshots._memory._prepare = lambda arena_id, fd, stop: os.close(fd)  # type: ignore[method-assign]
+        snapshots._memory._prepare = lambda view, stop: view.close()  # type: ignore[method-assign]
         restored = snapshots.restore()
         assert restored is not None
         assert restored.step == saved
@@ -183,14 +193,117 @@ def test_a_keeper_that_is_killed_during_the_preparation_is_replaced_and_snapshot
         training.take_until_complete(snapshots)
 
 
+def test_a_child_forked_during_the_preparation_keeps_neither_map_nor_descriptor(run: LocalRun) -> None:
+    """Data-loader workers start just then, and would hold the memory for as long as they live."""
+    training, gate = Training(), Gate()
+    with effects(gate), keepstep.Snapshotter({"model": training.model}, run.config()) as snapshots:
+        snapshots.restore()
+        assert gate.reached.wait(10)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(sum(maps_and_descriptors()))
+        status = os.waitpid(pid, 0)[1]
+        gate.open.set()
+        training.take_until_complete(snapshots)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_shortage_without_restore_is_logged_once_and_not_asked_about_in_every_take(
+    run: LocalRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, requests, shortages = Training(), 0, itertools.count(1)
+
+    def refuse(*args: object, **kwargs: object) -> object:
+        nonlocal requests
+        requests += 1
+        raise keepstep.KeeperError(f"3.4 MiB are needed, and 0.{next(shortages)} MiB can be had")
+
+    with keepstep.Snapshotter({"model": training.model}, run.config()) as snapshots:
+        with monkeypatch.context() as patched:
+            patched.setattr(snapshots._link, "request", refuse)
+            for _ in range(100):
+                assert training.take(snapshots).skipped
+                time.sleep(0.01)
+        errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+        assert len(errors) == 1, errors
+        assert requests < 10
+        training.take_until_complete(snapshots)
+
+
+def test_a_rank_that_fails_to_report_leaks_no_descriptor(run: LocalRun) -> None:
+    training = Training()
+    with keepstep.Snapshotter({"model": training.model}, run.config()) as snapshots:
+        with pytest.MonkeyPatch.context() as patched:
+            attempts = 0
+
+            def fail() -> None:
+                nonlocal attempts
+                attempts += 1
+                raise keepstep.KeeperError("no answer")
+
+            patched.setattr(snapshots._link, "ensure_loaded", fail)
+
+            def third_attempt() -> bool:
+                training.take(snapshots)
+                return attempts >= 3
+
+            wait_until(third_attempt, what="the third attempt")
+        wait_until(lambda: num_descriptors() <= 1, what="one descriptor at most: the one held for the keeper")
+        training.take_until_complete(snapshots)
+
+
+def test_an_arena_that_a_new_keeper_refuses_is_replaced_although_that_fails_at_first(run: LocalRun) -> None:
+    training, failures = Training(), 0
+    with keepstep.Snapshotter({"model": training.model}, run.config()) as snapshots:
+        snapshots.restore()
+        training.take_until_complete(snapshots)
+        request, view = snapshots._link.request, snapshots._memory.view
+        assert view is not None
+
+        def fail_twice(message: Any, expect: type[Any], *, timeout_s: float) -> Any:
+            nonlocal failures
+            if isinstance(message, WantArena) and failures < 2:
+                failures += 1
+                raise keepstep.KeeperError("injected")
+            return request(message, expect, timeout_s=timeout_s)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(snapshots._link, "request", fail_twice)
+            os.kill(run.keeper_pid(), signal.SIGSTOP)  # or it writes the header again
+            view.arena.segment.write(0, b"damaged!")
+            run.kill_keeper()
+            wait_until(lambda: snapshots._link.up, what="a new keeper")
+            training.take_until_complete(snapshots)
+        assert failures == 2
+
+
+def test_a_growth_that_failed_is_requested_again_with_the_same_size(run: LocalRun) -> None:
+    asked: list[int] = []
+    tensors = {"first": torch.zeros(1000)}
+    with keepstep.Snapshotter(tensors, run.config()) as snapshots:
+        snapshots.restore()
+        wait_until(lambda: not snapshots._memory.busy, what="the memory")
+        request = snapshots._link.request
+
+        def fail_twice(message: Any, expect: type[Any], *, timeout_s: float) -> Any:
+            if isinstance(message, WantArena):
+                asked.append(message.need.payload_bytes)
+                if len(asked) <= 2:
+                    raise keepstep.KeeperError("injected")
+            return request(message, expect, timeout_s=timeout_s)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(snapshots._link, "request", fail_twice)
+            need = SnapshotSize(4096, 4096, 1 << 20)
+            for count in (1, 2, 3):
+                snapshots._memory.grow(need, before=lambda: None)
+                wait_until(lambda: len(asked) == count and not snapshots._memory.busy, what="the attempt")  # noqa: B023
+    assert asked == [1 << 20] * 3
+
+
 def test_memory_that_is_promised_and_not_reserved_yet_counts_against_the_limits(
     run: LocalRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from keepstep.control.messages import WantArena
-    from keepstep.keeper.node.effects import CreateArena
-    from keepstep.keeper.workers.allocation import ArenaAllocator
-    from keepstep.layout import SnapshotSize
-
     limits = memory_limits.MemoryLimits(memory_limits.RESERVE_BYTES + (300 << 20), None, 0)
     monkeypatch.setattr(memory_limits, "measure", lambda: limits)
     allocator = ArenaAllocator(run.identity, bytes(16))
@@ -204,3 +317,16 @@ def test_memory_that_is_promised_and_not_reserved_yet_counts_against_the_limits(
     third = allocator.create(CreateArena(1, wanted, 1, 1))
     assert not isinstance(third, Exception)
     third.close()
+
+
+def test_auto_takes_two_slots_where_three_exceed_the_limit_by_their_headers_only(
+    run: LocalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = memory_limits.MemoryLimits(10 << 30, None, 0)
+    monkeypatch.setattr(memory_limits, "measure", lambda: limits)
+    need = SnapshotSize(4096, 4096, 100 << 20)
+    limit = 3 * (need.layout_bytes + need.values_bytes + need.payload_bytes)
+    arena = ArenaAllocator(run.identity, bytes(16)).create(CreateArena(1, WantArena(need, 0, limit), 0, 1))
+    assert not isinstance(arena, Exception)
+    assert arena.num_slots == 2
+    arena.close()

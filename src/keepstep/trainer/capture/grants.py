@@ -59,8 +59,9 @@ class GrantReader:
 
     def next(self, step: int) -> SlotGrant | Skip:
         """Return the grant for a `take` at `step`. It stays unused until `use`."""
+        busy = self._memory.busy  # Read first: a view is replaced, and the old one closed, only while this is set.
         view = self._memory.view
-        if view is None or self._memory.busy:
+        if view is None or busy:
             return Skip(NO_MEMORY, PREPARING)
         record = view.arena.grant()
         if record is None or record.incarnation != self._link.incarnation:

@@ -72,6 +72,8 @@ class ArenaView:
         spans = [self.arena.payload_span(slot) for slot in range(self.arena.num_slots)]
         for span in spans:
             for begin, end in pinned.ranges(span.offset, span.offset + span.size_bytes):
+                if self.mapping.address + begin in self._registered:  # by an earlier attempt
+                    continue
                 started = time.monotonic()
                 failure = pinned.lock_pages(self.mapping.address + begin, end - begin)
                 if failure:

@@ -6,13 +6,14 @@
 
 Publishing ends with the first progress record in the arena. The keeper grants nothing in an arena that has none of
 this incarnation, so a rank that is still preparing holds up no grant of the others. A failure in the background is
-logged, and tried again: training goes on, and snapshots begin when it succeeds.
+logged once, and tried again after a pause: training goes on, and snapshots begin when it succeeds.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -54,6 +55,8 @@ class RankArena:
         self._closed = False
         self._need: SnapshotSize | None = None  # of the newest request
         self._warm_up: Callable[[], object] = lambda: None
+        self._reported = ""  # The failure that was logged last, without its numbers.
+        self._pause_s = FIRST_RETRY_S  # after the next failure to request an arena
 
     def request(self, need: SnapshotSize, *, before: Callable[[], object], warm_up: Callable[[], object]) -> None:
         """Have the keeper create an arena with room for `need`, and prepare it in the background.
@@ -65,30 +68,38 @@ class RankArena:
         if self.view is not None:
             before()
         self._warm_up = warm_up
-        arena_id, fd = self._request(need)
-        self._start(lambda stop: self._prepare(arena_id, fd, stop))
+        view = self._request(need)
+        self._start(lambda stop: self._prepare(view, stop))
 
     def request_behind(
         self, need: SnapshotSize, *, before: Callable[[], object], after: Callable[[], object] = lambda: None
     ) -> None:
         """Request and prepare an arena in the background, unless that is in progress already.
 
-        `before`: as above. `after`: called when the keeper has created the arena.
+        `before`: as above. `after`: called when the keeper has created the arena. After a failure nothing is requested
+        for a while, although takes ask for it.
         """
         if not self.busy:
             self._start(lambda stop: self._request_and_prepare(need, before, after, stop))
 
     def grow(self, need: SnapshotSize, *, before: Callable[[], object]) -> None:
         """Replace the arena by a larger one, which is created before the old one is freed."""
-        if not self.busy:
-            self.request_behind(arena_size.larger(need, times=self._times_grown), before=before)
-            self._times_grown += 1
+        larger = arena_size.larger(need, times=self._times_grown)
+        self.request_behind(larger, before=before, after=self._count_growth)
 
     def replace(self, *, before: Callable[[], object]) -> None:
-        """Replace the arena by one of the same size: the keeper refuses this one, which may still be in preparation."""
+        """Replace the arena by one of the same size: the keeper refuses this one, which may still be in preparation.
+
+        The view is closed first: where no other arena can be had now, the next takes must request one.
+        """
         need = self._need
+
+        def close_refused() -> None:
+            before()
+            self._close_view()
+
         if need is not None:
-            self._start(lambda stop: self._request_and_prepare(need, before, lambda: None, stop))
+            self._start(lambda stop: self._request_and_prepare(need, close_refused, lambda: None, stop))
 
     def write_progress(self) -> None:
         """Report to the keeper, through the arena, how far this rank is. From any thread."""
@@ -107,18 +118,33 @@ class RankArena:
             self._writer = (0, 0)
         self._stop_preparing()
         self.write_progress()
+        self._close_view()
+
+    def _close_view(self) -> None:
         with self._changing:
             view, self.view = self.view, None
         if view is not None:
             view.close()
 
-    def _request(self, need: SnapshotSize) -> tuple[str, int]:
+    def _count_growth(self) -> None:
+        self._times_grown += 1
+
+    def _request(self, need: SnapshotSize) -> ArenaView:
+        """The view of the arena that the keeper gives: the published one, or one that is not prepared yet.
+
+        It is mapped at once, because a child that is forked meanwhile keeps no descriptor of what is mapped.
+        """
         self._need = need
         wanted = WantArena(need, requested_slots(self._config), self._config.memory_limit_bytes)
         given, fds = self._link.request(wanted, ArenaGiven, timeout_s=RESTORE_S)
-        self._link.memory.hold(given.arena_id, fds[0])
+        view = self.view
+        if view is None or view.arena.arena_id != given.arena_id:
+            view = open_view(fds[0], self._link.identity)
+        else:
+            os.close(fds[0])
+        self._link.memory.hold(given.arena_id, view.arena.segment.fd)
         self._state.arena_id = given.arena_id
-        return given.arena_id, fds[0]
+        return view
 
     # The background thread
 
@@ -151,7 +177,9 @@ class RankArena:
             work(stop)
         except Exception as error:
             if not stop.is_set():
-                log.error("there is no memory for snapshots: %s", error)
+                self._report(error)
+                stop.wait(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, LAST_RETRY_S)
         finally:
             with self._changing:
                 if self._stop is stop:
@@ -165,46 +193,57 @@ class RankArena:
         stop: threading.Event,
     ) -> None:
         before()
-        arena_id, fd = self._request(need)
-        after()
-        self._prepare(arena_id, fd, stop)
+        view = self._request(need)
+        try:
+            after()
+        except BaseException:
+            if view is not self.view:
+                view.close()
+            raise
+        self._pause_s = FIRST_RETRY_S
+        self._prepare(view, stop)
 
-    def _prepare(self, arena_id: str, fd: int, stop: threading.Event) -> None:
-        """Publish the view of an arena; try again until that succeeds. Takes the descriptor."""
-        started, pause_s, reported = time.monotonic(), FIRST_RETRY_S, ""
+    def _prepare(self, view: ArenaView, stop: threading.Event) -> None:
+        """Publish the view of an arena; try again until that succeeds. Closes it when `stop` is set before."""
+        started, pause_s, published = time.monotonic(), FIRST_RETRY_S, view is self.view
         try:
             while not stop.is_set():
                 try:
-                    self._publish(arena_id, fd, stop)
+                    published = self._publish(view, stop)
                     break
                 except Exception as error:
-                    if str(error) != reported:
-                        reported = str(error)
-                        log.error("snapshots wait for their memory, which cannot be prepared: %s", reported)
+                    if not stop.is_set():
+                        self._report(error)
                 stop.wait(pause_s)
                 pause_s = min(2 * pause_s, LAST_RETRY_S)
         finally:
-            os.close(fd)
-        view = self.view
-        if view is not None and not stop.is_set():
+            if not published:
+                view.close()
+        if published and not stop.is_set():
+            self._reported = ""
             size = gib(view.arena.segment.size_bytes)
             log.info("memory for snapshots is ready: %s after %.1f s", size, time.monotonic() - started)
 
-    def _publish(self, arena_id: str, fd: int, stop: threading.Event) -> None:
-        if self.view is None or self.view.arena.arena_id != arena_id:
-            view = open_view(os.dup(fd), self._link.identity)
-            try:
-                view.prepare(stop)
-                if not stop.is_set():
-                    self._warm_up()
-            except BaseException:
-                view.close()
-                raise
+    def _publish(self, view: ArenaView, stop: threading.Event) -> bool:
+        if view is not self.view:
+            view.prepare(stop)
+            if not stop.is_set():
+                self._warm_up()
             with self._changing:
-                unused, self.view = (view, self.view) if stop.is_set() else (self.view, view)
-            if unused is not None:
-                unused.close()
+                if stop.is_set():
+                    return False
+                replaced, self.view = self.view, view
+            if replaced is not None:
+                replaced.close()
         self.write_progress()
+        return True
+
+    def _report(self, error: Exception) -> None:
+        """Log a failure, once for all attempts that differ in numbers only."""
+        text = re.sub(r"\d[\d.,]*", "#", str(error))
+        if text != self._reported:
+            self._reported = text
+            log.error("there is no memory for snapshots yet: %s", error)
 
 
 def open_view(fd: int, identity: Identity) -> ArenaView:
