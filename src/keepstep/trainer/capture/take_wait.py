@@ -31,6 +31,7 @@ log = logging.getLogger("keepstep")
 PAUSE_S = 0.001  # Between two checks of grant and devices: short beside a step, and it releases the GIL.
 MIN_ASKED = 20  # Takes before the share of skipped ones says anything.
 MAX_SKIPPED_SHARE = 0.1
+START_S = 60.0  # From the first take: until then other ranks may prepare their memory (21 s for 68 GB).
 ADVICE = {
     SEALING: "set arena.slots=3 or higher, or take less often (every)",
     COPYING: "set arena.slots=3 or higher, or take less often (every)",
@@ -86,8 +87,11 @@ class TakeWait:
 class TakeStatistics:
     """Counts how takes end, and logs once when too many are skipped."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.counts = TakeCounts()
+        self._clock = clock
+        self._start: float | None = None  # of the first take
+        self._expected = 0  # Takes without a grant while the job starts.
         self._warned = False
 
     def count(self, skipped: str, waited_s: float) -> TakeCounts:
@@ -98,12 +102,16 @@ class TakeStatistics:
             before, asked=before.asked + 1, waited=before.waited + (waited_s > 0),
             waited_us=before.waited_us + round(1e6 * waited_s), skipped=kinds,
         )  # fmt: skip
+        now = self._clock()
+        self._start = now if self._start is None else self._start
+        self._expected += skipped == NO_GRANT and now - self._start < START_S
         if skipped:
             self._warn()
         return self.counts
 
     def _warn(self) -> None:
         skipped = {kind: n for kind, n in zip(SKIP_KINDS, self.counts.skipped, strict=True) if ADVICE[kind]}
+        skipped[NO_GRANT] -= self._expected
         total, asked = sum(skipped.values()), self.counts.asked - sum(self.counts.skipped) + sum(skipped.values())
         if self._warned or asked < MIN_ASKED or total <= MAX_SKIPPED_SHARE * asked:
             return

@@ -11,7 +11,7 @@ import pytest
 from keepstep.arena.records import Grant, Progress
 from keepstep.trainer.capture.grants import GrantReader, Skip, SlotGrant
 from keepstep.trainer.capture.take_wait import PAUSE_S, TakeStatistics, TakeWait
-from keepstep.types import COPYING, LATER_STEP, NO_KEEPER, NO_MEMORY, SEALING, Incarnation, TakeCounts
+from keepstep.types import COPYING, LATER_STEP, NO_GRANT, NO_KEEPER, NO_MEMORY, SEALING, Incarnation, TakeCounts
 
 LIFE = Incarnation(1, 2)
 
@@ -174,6 +174,22 @@ def test_takes_before_the_memory_is_ready_are_not_held_against_the_run(caplog: p
         for kind in (*[NO_MEMORY] * 50, SEALING, *[""] * 30):
             statistics.count(kind, 0.0)
     assert not caplog.records
+
+
+def test_takes_without_a_grant_are_reported_only_when_the_start_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    """Until then other ranks prepare their memory: a warning would be wrong, and no later one would be logged."""
+    now_s = 0.0
+    statistics = TakeStatistics(clock=lambda: now_s)
+    with caplog.at_level(logging.WARNING, logger="keepstep"):
+        for _ in range(50):
+            now_s += 1.0
+            statistics.count(NO_GRANT, 0.0)
+        assert not caplog.records
+        for _ in range(50):
+            now_s += 1.0
+            statistics.count(NO_GRANT, 0.0)
+    (record,) = caplog.records
+    assert "no_grant" in record.getMessage()
 
 
 def test_one_skip_in_ten_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
