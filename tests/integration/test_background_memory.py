@@ -330,3 +330,19 @@ def test_auto_takes_two_slots_where_three_exceed_the_limit_by_their_headers_only
     assert not isinstance(arena, Exception)
     assert arena.num_slots == 2
     arena.close()
+
+
+def test_an_arena_that_holds_nothing_makes_room_for_one_with_other_slots(run: LocalRun) -> None:
+    """An error suggests KEEPSTEP_ARENA_SLOTS=2: what the node had promised before must not prevent that."""
+    for slots in (4, 2):
+        gate = Gate()
+        with (
+            effects(gate),
+            keepstep.Snapshotter({"model": Training().model}, run.config(arena=ArenaConfig(slots=slots))) as snapshots,
+        ):
+            snapshots.restore()
+            assert gate.reached.wait(10)
+            with run.arenas() as arenas:
+                assert [arena.num_slots for arena in arenas] == [slots]
+            gate.open.set()
+            snapshots.close(finished=False)

@@ -16,6 +16,11 @@ def requested(node: NodeState, trainer: RegisteredTrainer, wanted: WantArena) ->
     arena = node.arenas.of(trainer.index)
     if arena is None or wanted.slots not in (AUTO, len(arena.slots)) or not wanted.need.fits(arena.capacity):
         generation, num_ranks = node.arenas.next_generation(trainer.index), trainer.register.local_world_size
+        unused = arena is not None and not trainer.arena_id and not node.restore.fetching
+        if arena is not None and unused and all(slot.state == FREE for slot in arena.slots):
+            # Left by a trainer that has ended: what was promised to it must not count against the new one.
+            del node.arenas.by_id[arena.arena_id]
+            node.emit(DropArena(arena.arena_id, "it holds nothing, and its rank gets another one"))
         node.emit(CreateArena(trainer.conn, wanted, trainer.index, generation, num_ranks))
         return
     move_to(node, trainer, arena.arena_id)
