@@ -9,6 +9,7 @@ processes in this order:
 first     a first start: when `restore()` returns, when snapshots begin, what the first steps cost; then a snapshot at
           every 2nd step in a loop that never waits for its device; killed at its end
 again     restores what `first` left; then the same in a loop that reads its loss one step late
+late      a first start of that loop
 every     four slots and a snapshot at every step
 
 Lost time is that of a block with snapshots against the blocks without around it, in one process. The floor is a copy of
@@ -239,8 +240,11 @@ def first_steps(loop: Loop, takes: Takes, options: argparse.Namespace, before: d
 SCENARIOS: dict[str, dict[str, Any]] = {
     "first": {"every": 2, "late_loss": False, "kill": True},
     "again": {"every": 2, "late_loss": True, "kill": False},
+    "late": {"every": 2, "late_loss": True, "kill": False},
     "every": {"every": 1, "late_loss": False, "kill": False, "environ": {"KEEPSTEP_ARENA_SLOTS": "4"}},
 }
+
+OWN_RUNS = ("late", "every")  # The others go on with the run of `first`.
 
 
 def run_tree(name: str, path: Path, options: argparse.Namespace, out: dict[str, Any]) -> None:
@@ -256,11 +260,11 @@ def run_tree(name: str, path: Path, options: argparse.Namespace, out: dict[str, 
                 continue
             what = SCENARIOS[scenario]
             environ = {**base, **what.get("environ", {})}
-            if scenario == "every":
-                environ["KEEPSTEP_RUN_ID"] = RUN_ID + "-every"
+            if scenario in OWN_RUNS:
+                environ["KEEPSTEP_RUN_ID"] = f"{RUN_ID}-{scenario}"
             out.setdefault(name, {})[scenario] = run_child(scenario, what, environ, options)
             print(f"{name} {scenario}: {summary(out[name][scenario])}", flush=True)
-        for run_id in (RUN_ID, RUN_ID + "-every"):
+        for run_id in (RUN_ID, *(f"{RUN_ID}-{scenario}" for scenario in OWN_RUNS)):
             release = [sys.executable, "-m", "keepstep.cli.main", "release", "--run-id", run_id, "--force"]
             subprocess.run(release, env=base, capture_output=True, timeout=60, check=False)
 
@@ -272,7 +276,7 @@ def run_child(
     command = [
         sys.executable, __file__, "--child", scenario, "--device", options.device, "--answer", str(write),
     ]  # fmt: skip
-    command += ["--floor"] if options.floor and scenario == "first" else []
+    command += ["--floor"] if options.floor and scenario in ("first", "late") else []
     command += ["--toy"] if options.toy else []
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, env=environ, pass_fds=[write], stderr=errors, start_new_session=True)

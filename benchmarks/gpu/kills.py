@@ -1,7 +1,8 @@
 """Part 3: trainers that are SIGKILLed while copies are in flight, and the restore of 17 GB.
 
-Each life restores what the one before left and checks every bit on the device. It must be the newest snapshot that had
-begun (N) or the one before (N-1); an older one, a newer one, or a mixture is a failure.
+Each life restores what the one before left and checks every bit on the device. It must be the newest snapshot that the
+dead trainer had committed, as its headers say; an older one, a newer one, or a mixture is a failure. `lost` counts the
+snapshots that had begun after it: in flight, at most as many as `arena.slots` allows at once.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Words:
 def _kill_lives(bench: Bench, run: LocalRun, scratch: str) -> None:
     rng, words = random.Random(1), Words(scratch)
     lives: list[dict[str, Any]] = []
-    candidates: list[int] = []
+    expected: int | None = None
     box = bench.give("train-until-killed", box_s=BOX_S, scratch=scratch)
     for number in range(bench.task.sizes.kills + 1):
         last = number == bench.task.sizes.kills
@@ -91,8 +92,8 @@ def _kill_lives(bench: Bench, run: LocalRun, scratch: str) -> None:
             bench.results.measure("kills", "error", value=f"only {number} lives within the time box")
             break
         life = _live(bench.give(box.name, "last" if last else "", box_s=LIFE_S, scratch=scratch), run, words, rng)
-        life["expected"], life["exact"] = candidates, _is_exact(life, candidates)
-        candidates = _candidates(words.all)
+        life["expected"], life["exact"] = expected, life.get("restored") == expected and not life.get("problem")
+        expected = life.get("committed")
         lives.append(life)
         bench.results.measure("kills", "lives", value=lives)
         say(f"life {number}: restored {life.get('restored')} of {life['expected']}, {_verdict(life)}")
@@ -105,7 +106,7 @@ def _kill_lives(bench: Bench, run: LocalRun, scratch: str) -> None:
         "in_mid_capture": sum(bool(life.get("in_mid_capture")) for life in lives),
         "restored": len(ends),
         "exact": sum(life["exact"] for life in ends),
-        "n": sum(life["restored"] == life["expected"][-1] for life in ends),
+        "most_lost": max((life["lost"] for life in lives if "lost" in life), default=None),
         "problems": [life["problem"] for life in ends if life["problem"]],
     }
     bench.results.measure("kills", "summary", value=summary)
@@ -130,27 +131,19 @@ def _live(task: Task, run: LocalRun, words: Words, rng: random.Random) -> dict[s
     finally:
         end(child)
     words.look()
-    newest = _candidates(words.all)[-1]
-    return {**life, "killed_at": newest, "in_mid_capture": _is_writing(run, newest)}
+    committed, writing = _slots(run)
+    begun = [word["begun"] for word in words.all if "begun" in word]
+    lost = sum(step > (-1 if committed is None else committed) for step in begun)
+    return {**life, "killed_at": begun[-1], "in_mid_capture": writing, "committed": committed, "lost": lost}
 
 
-def _candidates(words: list[dict[str, Any]]) -> list[int]:
-    """N-1 and N: the last two snapshots that began. A `take` in which the kill fell may count as N, or not at all."""
-    begun = [word["begun"] for word in words if "begun" in word][-2:]
-    tail = [word for word in words if word.keys() & {"take", "begun", "skipped"}][-1:]
-    return [*begun, *(word["take"] for word in tail if "take" in word)]
-
-
-def _is_exact(life: dict[str, Any], candidates: list[int]) -> bool:
-    restored = life.get("restored")
-    return (restored is None and not candidates) or (restored in candidates and not life.get("problem"))
-
-
-def _is_writing(run: LocalRun, step: int) -> bool:
-    """Whether the dead trainer has left a slot for `step`, or a later one, that it had not committed."""
+def _slots(run: LocalRun) -> tuple[int | None, bool]:
+    """The newest step that the dead trainer had committed, which must be restored; whether it was writing another."""
     with run.arenas() as arenas:
         headers = [arena.trainer_header(slot) for arena in arenas for slot in range(arena.num_slots)]
-    return any(found and found[1].state == h.WRITING and found[1].version.step >= step for found in headers)
+    found = [header[1] for header in headers if header is not None]
+    committed = [trainer.version.step for trainer in found if trainer.state == h.COMMITTED]
+    return max(committed, default=None), any(trainer.state == h.WRITING for trainer in found)
 
 
 def _verdict(life: dict[str, Any]) -> str:

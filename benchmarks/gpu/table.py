@@ -136,9 +136,11 @@ def _judge_kills(found: Found) -> list[Verdict]:
     if summary:
         text = f"{summary['exact']} of {summary['restored']}, {summary['in_mid_capture']} kills in mid-capture"
         good = summary["exact"] == summary["restored"] == summary["kills"] and not found["kills"].get("error")
-        verdicts.append(Verdict("N or N-1 restored, bit for bit", "all", text, "met" if good and lives else "missed"))
+        verdicts.append(
+            Verdict("newest committed restored, bit for bit", "all", text, "met" if good and lives else "missed")
+        )
     else:
-        verdicts.append(Verdict("N or N-1 restored, bit for bit", "all", "-", "not measured"))
+        verdicts.append(Verdict("newest committed restored, bit for bit", "all", "-", "not measured"))
     restore = found.get("restore", {})
     name = f"restore() of {_gb(restore['state_bytes'])} to the device" if "state_bytes" in restore else "restore()"
     one = _most(f"{name} (copy alone: {restore.get('limit_s', 0):.2f} s)", restore.get("state_s"), 1.5, _s)
