@@ -99,14 +99,13 @@ def run_parity_and_races(bench: Bench) -> None:
 
 
 def _run_parity(bench: Bench) -> None:
-    """Its own script with its own results and targets: `parity.py --device D --out FILE [--toy]`, 0 if all are met."""
+    """Its own script with its own results and targets: `parity.py --device D --out FILE`, 0 if all are met."""
     if not PARITY.exists():
         bench.results.measure("parity", "missing", value=f"{PARITY.name} is not there")
         return
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "parity.json"
         command = [sys.executable, str(PARITY), "--device", bench.task.device, "--out", str(out)]
-        command += ["--toy"] if bench.task.toy else []
         try:
             status = subprocess.run(command, timeout=max(10.0, bench.left_s()), check=False).returncode
         except subprocess.TimeoutExpired:

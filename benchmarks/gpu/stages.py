@@ -18,7 +18,7 @@ STAGES = (
     ("_capture._prepared", "next_checks"),
     ("_capture._eager", "copy"),
     ("_capture._small", "clone_eager"),
-    ("_capture", "_add_transfer"),
+    ("_capture", "_transfer"),
     ("_fence", "arm"),
 )
 """(where it hangs in a Snapshotter, its name)"""

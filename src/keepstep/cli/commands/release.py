@@ -48,15 +48,27 @@ def run(args: argparse.Namespace) -> int:
     config = settings(args)
     if args.all:
         return _release_unused(config)
-    dead = _find_dead(config)
-    if dead is not None:
-        _sweep(dead.identity)
-        print(f"run {dead}: its keeper was dead already, its files are removed")
+    if _swept(config):
         return 0
     identity = choose_run(config)
-    released = release(identity, config, force=args.force)
+    try:
+        released = release(identity, config, force=args.force)
+    except KeeperError:
+        if _swept(config):  # It was dying: a process that is killed closes its sockets last.
+            return 0
+        raise
     print(f"run {identity.run_id!r} (node {identity.node_id!r}): {released}")
     return 0
+
+
+def _swept(config: Config) -> bool:
+    """Remove what a dead keeper of the chosen run has left. False if its keeper lives."""
+    dead = _find_dead(config)
+    if dead is None:
+        return False
+    _sweep(dead.identity)
+    print(f"run {dead}: its keeper was dead already, its files are removed")
+    return True
 
 
 def release(identity: Identity, config: Config, *, force: bool = False) -> Released:
