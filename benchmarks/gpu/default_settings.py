@@ -9,11 +9,13 @@ processes in this order:
 first     a first start: when `restore()` returns, when snapshots begin, what the first steps cost; then a snapshot at
           every 2nd step in a loop that never waits for its device; killed at its end
 again     restores what `first` left; then the same in a loop that reads its loss one step late
-late      a first start of that loop
+late      a first start of that loop (only when asked for)
 every     four slots and a snapshot at every step
 
-Lost time is that of a block with snapshots against the blocks without around it, in one process. The floor is a copy of
-the same bytes to page-locked memory at the same steps, with nothing that depends on it.
+Each process runs: the first round (from the first snapshot on), a steady round of as many steps, and then, for the cost,
+rounds of three short blocks: without anything, with snapshots, and with a free copy at the same steps. Lost time is that
+of the second block against the first one of its round, per snapshot; the floor is that of the third: a copy of the same
+bytes to page-locked memory on which nothing depends. Both are the median of all rounds, with the smallest and largest.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ TOY = {"width": 64, "layers": 2, "heads": 2, "vocab": 256, "context": 32, "batch
 BOX_S = 150.0  # for one process; a hang of one must not cost the rest
 READY_S = 60.0  # snapshots must have begun by then
 WARM_STEPS = 8  # the first ones load kernels
+TAIL_STEPS = 2  # at the end of a short block: the copy of its last snapshot ends before the block does
 PIECE_BYTES = 64 << 20
 RUN_ID = "default-settings"
 
@@ -143,13 +146,40 @@ class Takes:
             one.wait(timeout_s=max(0.0, deadline - time.perf_counter()))
         reasons = Counter("".join("#" if c.isdigit() else c for c in one.reason) for one in pending if one.skipped)
         complete = sum(one.survives.name != "NOTHING" for one in pending)
-        return {"asked": len(pending), "complete": complete, "skipped": dict(reasons.most_common(5))}
+        skipped_at = [index for index, one in enumerate(pending) if one.skipped]
+        return {
+            "asked": len(pending), "complete": complete, "skipped": dict(reasons.most_common(5)),
+            "skipped_at": skipped_at[:10],
+        }  # fmt: skip
 
 
-def lost_ms(block: dict[str, Any], alone: list[dict[str, Any]]) -> float:
-    """Per snapshot."""
-    per_step = sum(b["wall_s"] for b in alone) / sum(b["steps"] for b in alone)
-    return 1000 * (block["wall_s"] - block["steps"] * per_step) / max(1, block["snapshots"])
+def cost(loop: Loop, takes: Takes, copy: FreeCopy, options: argparse.Namespace) -> dict[str, Any]:
+    """Lost time per snapshot, and the floor, by rounds of short blocks side by side."""
+    every, last = options.every, options.block_steps - TAIL_STEPS * options.every
+
+    def due(index: int) -> bool:
+        return index < last and (index + 1) % every == 0
+
+    def snapshot(index: int) -> None:
+        takes.step += 1
+        if due(index):
+            takes.pending.append(takes.snapshots.take(takes.step))
+
+    num_snapshots = sum(map(due, range(options.block_steps)))
+    lost, floor, step_s = list[float](), list[float](), list[float]()
+    loop.block(options.block_steps)
+    for _ in range(options.rounds):
+        alone = loop.block(options.block_steps)["wall_s"]
+        taken = loop.block(options.block_steps, snapshot)["wall_s"]
+        free = loop.block(options.block_steps, lambda index: copy.start() if due(index) else None)["wall_s"]
+        lost.append(1000 * (taken - alone) / num_snapshots)
+        floor.append(1000 * (free - alone) / num_snapshots)
+        step_s.append(alone / options.block_steps)
+    return {
+        **takes.settle(), "snapshots_per_block": num_snapshots, "lost_ms": statistics.median(lost),
+        "floor_ms": statistics.median(floor), "lost_ms_of_rounds": lost, "floor_ms_of_rounds": floor,
+        "alone_step_s": statistics.median(step_s),
+    }  # fmt: skip
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -169,7 +199,7 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
     loop = Loop(options)
     if options.scenario == "first":
         loop.block(WARM_STEPS)
-    before = loop.block(options.alone_steps) if options.scenario == "first" else None
+    before = loop.block(options.block_steps) if options.scenario == "first" else None
     snapshots, construct_s = timed(lambda: keepstep.Snapshotter(loop.state))
     restored, restore_s = timed(snapshots.restore)
     found: dict[str, Any] = {"construct_s": construct_s, "restore_s": restore_s, "restored": None}
@@ -177,24 +207,14 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
         found["restored"] = {"step": restored.step, "duration_s": restored.duration_s, "bytes": restored.bytes}
     takes = Takes(snapshots, restored.step if restored else 0)
     found.update(first_steps(loop, takes, options, before))
-    alone = [loop.block(options.alone_steps)]
     block = loop.block(options.steps, takes.after(options.every))
-    block["snapshots"] = options.steps // options.every
     found["steady"] = {
         **takes.settle(),
         "take_ms": 1000 * statistics.median(block["called_s"][options.every - 1 :: options.every]),
         "wall_s": block["wall_s"],
     }
-    alone.append(loop.block(options.alone_steps))
-    found["steady"]["lost_ms"] = lost_ms(block, alone)
     found["state_bytes"] = sum(tensor.nbytes for tensor in loop.tensors())
-    if options.floor:
-        copy = FreeCopy(loop, found["state_bytes"])
-        floor = loop.block(options.steps, lambda index: copy.start() if (index + 1) % options.every == 0 else None)
-        floor["snapshots"] = options.steps // options.every
-        alone.append(loop.block(options.alone_steps))
-        found["floor_ms"] = lost_ms(floor, alone[1:])
-    found["alone_step_s"] = sum(b["wall_s"] for b in alone) / sum(b["steps"] for b in alone)
+    found["cost"] = cost(loop, takes, FreeCopy(loop, found["state_bytes"]), options)
     found["status"] = json.loads(msgspec.json.encode(snapshots.status()))
     if options.scenario != "first":
         snapshots.close()
@@ -244,6 +264,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "every": {"every": 1, "late_loss": False, "kill": False, "environ": {"KEEPSTEP_ARENA_SLOTS": "4"}},
 }
 
+USUAL = ("first", "again", "every")
 OWN_RUNS = ("late", "every")  # The others go on with the run of `first`.
 
 
@@ -254,7 +275,7 @@ def run_tree(name: str, path: Path, options: argparse.Namespace, out: dict[str, 
             "PYTHONPATH": os.pathsep.join([str(path.resolve()), os.environ.get("PYTHONPATH", "")]),
             "KEEPSTEP_KEEPER_LEASE_S": "60",
         }  # fmt: skip
-        for scenario in options.only or SCENARIOS:
+        for scenario in options.only or USUAL:
             if options.deadline - time.monotonic() < 30:
                 out.setdefault(name, {})[scenario] = {"error": "no time was left"}
                 continue
@@ -276,7 +297,6 @@ def run_child(
     command = [
         sys.executable, __file__, "--child", scenario, "--device", options.device, "--answer", str(write),
     ]  # fmt: skip
-    command += ["--floor"] if options.floor and scenario in ("first", "late") else []
     command += ["--toy"] if options.toy else []
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, env=environ, pass_fds=[write], stderr=errors, start_new_session=True)
@@ -296,20 +316,26 @@ def run_child(
 def summary(found: dict[str, Any]) -> str:
     if "error" in found:
         return str(found["error"]).strip().splitlines()[-1]
-    first, until, steady = found["first_round"], found["until_first_snapshot"], found["steady"]
+    first, until, steady, cost = (found[key] for key in ("first_round", "until_first_snapshot", "steady", "cost"))
     begun = f"{until['s'] or -1:.1f} s, {until['steps']} steps of {until['step_s']:.4f} s"
     restored = f" (step {found['restored']['step']})" if found["restored"] else " (first start)"
     alone = f", alone {found['before_step_s']:.4f}" if "before_step_s" in found else ""
-    floor = f" (floor {found['floor_ms']:.1f})" if "floor_ms" in found else ""
     return "\n".join(
         [
             f"Snapshotter() {found['construct_s']:.2f} s, restore() {found['restore_s']:.2f} s{restored}",
             f"  first snapshot after {begun}{alone}, skipped {until['skipped']}",
             f"  first round {first['complete']} of {first['asked']} complete, skipped {first['skipped']}",
-            f"  steady {steady['complete']} of {steady['asked']}, lost {steady['lost_ms']:.1f} ms each{floor}, "
-            f"take {steady['take_ms']:.1f} ms, step {found['alone_step_s']:.4f} s, skipped {steady['skipped']}",
+            f"  steady {steady['complete']} of {steady['asked']}, take {steady['take_ms']:.1f} ms, "
+            f"skipped {steady['skipped']}",
+            f"  cost {cost['complete']} of {cost['asked']}, step {cost['alone_step_s']:.4f} s, "
+            f"lost {cost['lost_ms']:.1f} ms each {_range(cost['lost_ms_of_rounds'])}, "
+            f"floor {cost['floor_ms']:.1f} {_range(cost['floor_ms_of_rounds'])}",
         ]
     )
+
+
+def _range(values: list[float]) -> str:
+    return f"({min(values):.1f} to {max(values):.1f})"
 
 
 def trees_of(options: argparse.Namespace) -> Iterator[tuple[str, Path]]:
@@ -324,7 +350,6 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--toy", action="store_true", help="small sizes; implied on the cpu")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=[])
-    parser.add_argument("--floor", action="store_true", help="measure the floor, in the first tree's first scenario")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", default="")
@@ -332,12 +357,12 @@ def main() -> int:
     parser.add_argument("--answer", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.toy = options.toy or options.device == "cpu"
-    options.steps, options.alone_steps = (20, 10) if options.toy else (60, 12)
+    options.steps, options.block_steps, options.rounds = (20, 10, 2) if options.toy else (60, 14, 5)
     if options.child:
         options.scenario = options.child
         options.every, options.late_loss = SCENARIOS[options.child]["every"], SCENARIOS[options.child]["late_loss"]
         if options.every == 1 and not options.toy:
-            options.steps = 30
+            options.steps, options.block_steps, options.rounds = 30, 22, 3
         found = child(options)
         os.write(options.answer, json.dumps(found).encode())
         if SCENARIOS[options.child]["kill"]:
@@ -347,7 +372,6 @@ def main() -> int:
     out: dict[str, Any] = {}
     for name, path in trees_of(options):
         run_tree(name, path, options, out)
-        options.floor = False
     if options.out:
         import torch
 

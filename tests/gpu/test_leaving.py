@@ -56,7 +56,7 @@ def test_clones_and_fingerprints_are_done_long_before_the_copies() -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not lane.cloning.query():
             assert time.monotonic() < deadline
-        assert not lane.stream.query(), "they have waited for the copies"
+        assert not departure._done.query(), "they have waited for the copies"
         departure.finish()
         assert checks.changed_in_transit(payload) is None
     assert torch.equal(payload, source.cpu())
@@ -92,3 +92,26 @@ def test_snapshots_in_a_row_hold_what_was_there_when_each_began() -> None:
         assert checks.changed_in_transit(payload) is None
         assert all(bool((payload[at : at + 100] == number).all()) for at in sizes)
     assert torch.equal(begun[-1][2][begin:], large.cpu())
+
+
+def test_training_reads_its_loss_while_a_snapshot_is_copied() -> None:
+    """The engine that copies to the host goes on with one stream as long as it has work there."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    source = torch.randint(256, (BYTES,), dtype=torch.uint8, device=device)
+    payload = torch.zeros(BYTES, dtype=torch.uint8, pin_memory=True)
+    lane = DeviceLane(device, 0)
+    lane.warm_up(set())
+    nobody: Any = None
+    unit = CopyOp(source, 0, BYTES, "tensor", frozenset({0}), nobody)
+    checks = SnapshotChecks(None, [DeviceFingerprints([unit], random.Random(0), whole=False)])
+    cargo = TransferPlan(payload, (), cut(payload, source, unit.owners))
+    for _ in range(2):  # once to load everything
+        loss = torch.ones((), device=device) + 1
+        torch.cuda.synchronize()
+        departure = DeviceTransfer(lane, cargo, (), checks)
+        departure.issue(reads_of(departure), RateCap(0))
+        for _ in range(3):
+            assert loss.item() == 2
+        assert not departure._done.query(), "the loss has waited for the whole snapshot"
+        departure.finish()
+    assert torch.equal(payload, source.cpu())

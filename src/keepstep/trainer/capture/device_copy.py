@@ -10,8 +10,8 @@ how far the copies will be at the update: which pieces are staged is decided in 
 went (`StagingPolicy`).
 
 Nothing here blocks the training thread except for the time of a few calls; the device waits for events. All copies to
-the host use one stream, the smallest too: one engine of the device does them all, and serves two streams more slowly
-than one.
+the host are queued one behind the other, the smallest too, on two streams in turn (`CopyStreams`): one engine of the
+device does them all, and serves two streams that have work at the same time more slowly than one.
 """
 
 from __future__ import annotations
@@ -156,28 +156,32 @@ class DeviceTransfer:
 
     def issue(self, reads: ReadCounter, cap: RateCap) -> None:
         """Queue everything; releases each optimizer in `reads` when all that it must wait for is queued."""
-        stream = self.lane.stream
-        clones = self._clone()
-        ends = self._ends()
-        with torch.cuda.stream(stream):
-            stream.wait_event(self.begin)
-            for target, clone in self._clones:
-                copy_to_host(target, clone)
-            self._started = stream.record_event(timing_event())
-            self._end_reads(ends.get(-1, ()), reads)
-            for index, piece in enumerate(self._direct):
+        copies, clones, ends = self.lane.copies, self._clone(), self._ends()
+        copies.current.wait_event(self.begin)
+        for target, clone in self._clones:
+            self._copy_clone(target, clone)
+        self._started = copies.current.record_event(timing_event())
+        self._end_reads(ends.get(-1, ()), reads)
+        for index, piece in enumerate(self._direct):
+            with torch.cuda.stream(copies.current):
                 piece.copy_to_host(self.lane)
-                cap.pace(piece.size_bytes, reads.gates.values())
-                self._end_reads(ends.get(index, ()), reads)
-                if index + 1 == FIRST_PIECES:
-                    self._copy_small()
-            self._copy_small()
-            self._direct_end = self.lane.direct_end = stream.record_event(timing_event())
-            stream.wait_event(self._cloned)
-            for piece, clone in zip(self._staged, clones, strict=True):
-                faults.point("capture.copy")
-                copy_to_host(piece.target, clone)
-            self._done = self.lane.staged_end = stream.record_event(_blocking_event())
+            copies.count(piece.size_bytes)
+            cap.pace(piece.size_bytes, reads.gates.values())
+            self._end_reads(ends.get(index, ()), reads)
+            if index + 1 == FIRST_PIECES:
+                self._copy_small()
+        self._copy_small()
+        self._direct_end = self.lane.direct_end = copies.current.record_event(timing_event())
+        copies.current.wait_event(self._cloned)
+        for piece, clone in zip(self._staged, clones, strict=True):
+            faults.point("capture.copy")
+            self._copy_clone(piece.target, clone)
+        self._done = self.lane.staged_end = copies.current.record_event(_blocking_event())
+
+    def _copy_clone(self, target: torch.Tensor, clone: torch.Tensor) -> None:
+        with torch.cuda.stream(self.lane.copies.current):
+            copy_to_host(target, clone)
+        self.lane.copies.count(target.numel())
 
     def _clone(self) -> list[torch.Tensor]:
         """Clone the staged pieces beside the computation, long before the update. Returns the clones."""
@@ -220,10 +224,12 @@ class DeviceTransfer:
         if self._small_queued:
             return
         self._small_queued = True
-        self.lane.stream.wait_event(self._computed)
-        for batch in self._plan.batches:
-            batch.copy_to_host(self._plan.payload)
-        self._checks.copy_fingerprints(self.lane.device)
+        stream = self.lane.copies.current
+        stream.wait_event(self._computed)
+        with torch.cuda.stream(stream):
+            for batch in self._plan.batches:
+                batch.copy_to_host(self._plan.payload)
+            self._checks.copy_fingerprints(self.lane.device)
 
     def _ends(self) -> dict[int, list[int]]:
         """Index of a direct piece (-1: none) -> the optimizers that own no later one."""
@@ -235,7 +241,7 @@ class DeviceTransfer:
 
     def _end_reads(self, owners: Sequence[int], reads: ReadCounter) -> None:
         if owners:
-            event = self.lane.stream.record_event()
+            event = self.lane.copies.current.record_event()
             for owner in owners:
                 self._reads[owner].append(event)
                 reads.release(owner)

@@ -21,6 +21,7 @@ from keepstep.parity.gpu import batches as parity
 PIECE_BYTES = 64 << 20  # Size of one copy: small enough to pace, large enough for link speed.
 MARGIN_S = 0.006  # Direct copies should end this long before the update, because steps vary.
 TRUST = 0.25  # Share of a measured spare time that is used at once: one long step must not make the next one wait.
+TURN_BYTES = 2 * PIECE_BYTES  # Copied on one stream before the other one has its turn: 2.4 ms at 55 GB/s.
 STAGING_FREE_SHARE = 0.05  # of the free device memory; the smaller of this and take.staging_share counts
 
 
@@ -67,7 +68,7 @@ class DeviceLanes:
         """Wait for everything that captures queued: copies of a failed snapshot still write into its slot."""
         for lane in self._lanes.values():
             lane.cloning.synchronize()
-            lane.stream.synchronize()
+            lane.copies.synchronize()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -89,12 +90,43 @@ class QueuedWork:
         return not all(event.query() for event in self._events)
 
 
+class CopyStreams:
+    """Two streams for copies to the host, used in turn: what is queued runs in order, as on one stream.
+
+    The copy engine goes on with one stream for as long as it has work there. A loss that training reads with `.item()`
+    would wait for the whole snapshot. Where one stream ends and the other must wait for it, the engine serves others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._queued_bytes = 0  # In the turn of the current stream.
+
+    @property
+    def current(self) -> torch.cuda.Stream:
+        """The stream for what is queued next."""
+        return self._streams[0]
+
+    def count(self, size_bytes: int) -> None:
+        """Count bytes that were queued on the current stream; the other one follows when the turn is over."""
+        self._queued_bytes += size_bytes
+        if self._queued_bytes >= TURN_BYTES:
+            end = self._streams[0].record_event()
+            self._streams.reverse()
+            self._streams[0].wait_event(end)
+            self._queued_bytes = 0
+
+    def synchronize(self) -> None:
+        """Wait for everything that is queued."""
+        for stream in self._streams:
+            stream.synchronize()
+
+
 class DeviceLane:
     """Streams, staging memory and staging policy of one device."""
 
     def __init__(self, device: torch.device, budget_bytes: int, *, scale: float = 1.0) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.copies = CopyStreams(device)
         self.cloning = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Compares copies while the next snapshot is being copied.
         self.checking = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -115,11 +147,12 @@ class DeviceLane:
             torch._foreach_copy_([small[0].view(dtype)], [small[1].view(dtype)])
         small[0].clone()
         begin = current.record_event(timing_event())
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(begin)
+        stream = self.copies.current
+        with torch.cuda.stream(stream):
+            stream.wait_event(begin)
             torch._foreach_copy_([small[0]], [small[1]])
             host.copy_(small[0], non_blocking=True)
-            end = self.stream.record_event(timing_event())
+            end = stream.record_event(timing_event())
         end.synchronize()
         begin.elapsed_time(end)
 

@@ -5,6 +5,7 @@ That a real device then does what is expected is shown by tests/gpu; but not eve
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.trainer.capture import device_copy
+from keepstep.trainer.capture import device_copy, device_lane
 from keepstep.trainer.capture.device_copy import DeviceTransfer, TransferPlan, cut
 from keepstep.trainer.capture.device_lane import DeviceLane, QueuedWork, StagingPolicy
 from keepstep.trainer.capture.rate_cap import RateCap
@@ -32,6 +33,7 @@ PIECE = 1 << 20
 class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.timing, self.at = enable_timing, 0.0
+        self.covers: frozenset[int] = frozenset()
 
     def synchronize(self) -> None:
         assert self.at, "nobody has recorded it"
@@ -48,15 +50,18 @@ class Event:
 class Stream:
     def __init__(self, device: object = None) -> None:
         self.waited_for: list[Event] = []
+        self.after: set[int] = set()
+        """numbers of the copies that are done before what is queued here next"""
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
-        event.at = time.perf_counter()
+        event.at, event.covers = time.perf_counter(), frozenset(self.after)
         return event
 
     def wait_event(self, event: Event) -> None:
         assert event.at, "it would not wait for anything"
         self.waited_for.append(event)
+        self.after |= event.covers
 
 
 class Device:
@@ -66,6 +71,8 @@ class Device:
         self.compute = self.current = Stream()
         self.copied: list[tuple[Stream, int, int]] = []
         """(stream, address, bytes) of each copy, in order"""
+        self.unordered: list[int] = []
+        """copies that may run beside an earlier one"""
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -83,7 +90,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made, copy = Device(), torch.Tensor.copy_
 
     def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        number = len(made.copied)
+        if made.current.after != set(range(number)):
+            made.unordered.append(number)
         made.copied.append((made.current, self.data_ptr(), self.nbytes))
+        made.current.after.add(number)
         return copy(self, source, non_blocking=non_blocking)
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
@@ -92,6 +103,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "stream", made.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.compute)
     monkeypatch.setattr(device_copy, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(device_lane, "TURN_BYTES", 2 * PIECE)
     return made
 
 
@@ -166,20 +178,34 @@ def test_with_room_for_all_of_it_nothing_is_read_behind_the_clones(device: Devic
 
 
 @pytest.mark.parametrize("room", [0, 3 * PIECE])
-def test_all_that_leaves_goes_on_one_stream(device: Device, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    """One engine of a GPU takes everything to the host: what another stream wants of it waits for the whole snapshot,
-    with all that is queued behind it, and slows the snapshot down (decision 17)."""
-    told: list[Stream] = []
-    leave = DeviceFingerprints.copy_to_host
-    monkeypatch.setattr(DeviceFingerprints, "copy_to_host", lambda self: (told.append(device.current), leave(self)))
+def test_copies_to_the_host_run_one_after_the_other(device: Device, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """One engine of a GPU does all copies to the host: two streams with work for it slow each other down."""
+    fingerprint_streams: list[Stream] = []
+    copy = DeviceFingerprints.copy_to_host
+    monkeypatch.setattr(
+        DeviceFingerprints, "copy_to_host", lambda self: (fingerprint_streams.append(device.current), copy(self))
+    )
     lane, state = lane_with(room), State(20 * PIECE)
-    payload = torch.zeros(state.payload_bytes, dtype=torch.uint8)
-    departure, _ = state.depart(lane, payload)
+    for _ in range(3):
+        departure, _ = state.depart(lane, torch.zeros(state.payload_bytes, dtype=torch.uint8))
+        issue(departure)
+    assert len(device.copied) > 60
+    assert not device.unordered
+    copy_streams = set(lane.copies._streams)
+    assert {stream for stream, _, _ in device.copied} == copy_streams, "clones are made by kernels"
+    assert set(fingerprint_streams) <= copy_streams
+
+
+def test_no_stream_has_more_than_one_turn_at_a_time(device: Device) -> None:
+    """What training copies to the host itself, as `loss.item()` does, is served between two turns."""
+    lane, state = lane_with(5 * PIECE), State(20 * PIECE)
+    departure, _ = state.depart(lane, torch.zeros(state.payload_bytes, dtype=torch.uint8))
     issue(departure)
-    assert set(device.streams_into(payload)) == {lane.stream}
-    assert told == [lane.stream]
-    behind = [stream for stream, _, _ in device.copied]
-    assert set(behind) == {lane.stream}, "clones are made by kernels"
+    turns = [
+        sum(size for _, _, size in copies) for _, copies in itertools.groupby(device.copied, key=lambda copy: copy[0])
+    ]
+    assert len(turns) >= 20 / 2
+    assert max(turns) < 3 * PIECE, "two pieces, and small tensors"
 
 
 def test_what_was_seen_leaves_early(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
