@@ -340,17 +340,17 @@ class Capture:
                 self.lanes.settle()
             whole = self._prepared.is_whole(job.plan)
             if not reason and whole:  # The next snapshot must not begin without them.
-                self._choose_checks(job, whole=True)
+                self._choose_checks(job)
             self._report(job, reason)
             if not reason and not whole:  # A sample may be missed: the keeper can begin before it is drawn.
-                self._choose_checks(job, whole=False)
+                self._choose_checks(job)
             if not reason:
                 self._prepared.prepare_small(job.schedule)
 
-    def _choose_checks(self, job: CaptureJob, *, whole: bool) -> None:
+    def _choose_checks(self, job: CaptureJob) -> None:
         if job.checks:
             count = most_in_flight(job.view.arena.num_slots)
-            self._prepared.choose(job.plan, job.schedule, count=count, whole=whole)
+            self._prepared.choose(job.plan, job.schedule, count=count)
 
     def _wait_for_copies(self, job: CaptureJob) -> str:
         """Wait for all copies, and compare them. Returns why the snapshot is void, if it is."""

@@ -17,7 +17,10 @@ from keepstep.trainer.plan.copy_plan import CopyPlan, CopySchedule
 
 log = logging.getLogger("keepstep")
 
-FULL_CHECKS = 3  # The first snapshots of a layout are compared in full.
+FULL_CHECKS = 3  # Of the first snapshots of a layout, this many are compared in full.
+# A full comparison reads the snapshot from host memory while the keeper seals the one before it. One behind the other
+# would delay the seals until a snapshot at every step finds no slot.
+FULL_CHECK_SPACING = 3
 
 
 class NextChecks:
@@ -40,21 +43,24 @@ class NextChecks:
         return checks
 
     def is_whole(self, plan: CopyPlan) -> bool:
-        """Whether the next snapshot with this plan is compared in full."""
-        return self._config.fingerprint == "all" or plan.history.snapshots <= FULL_CHECKS
+        """Whether the checks that are drawn next for this plan cover everything."""
+        turn, offset = divmod(plan.history.checks, FULL_CHECK_SPACING)
+        return self._config.fingerprint == "all" or (offset == 0 and turn < FULL_CHECKS)
 
-    def choose(self, plan: CopyPlan, schedule: CopySchedule, *, count: int, whole: bool) -> None:
+    def choose(self, plan: CopyPlan, schedule: CopySchedule, *, count: int) -> None:
         """Draw chunks for the next snapshots with this plan: as many as may begin before the next call."""
         for key, (other, _, _) in list(self._checks.items()):
             if other.history is not plan.history:
                 del self._checks[key]
         prepared = self._checks.get(id(plan))
         if prepared is None or prepared[1] is not schedule:
+            plan.history.checks -= len(prepared[2]) if prepared else 0  # Those are never used.
             prepared = self._checks[id(plan)] = (plan, schedule, [])
         while len(prepared[2]) < count:
             try:
                 with self._lanes.aside():
-                    prepared[2].append(SnapshotChecks.next(schedule, self._random, whole=whole))
+                    prepared[2].append(SnapshotChecks.next(schedule, self._random, whole=self.is_whole(plan)))
+                plan.history.checks += 1
             except Exception as error:  # For example no device memory; the snapshots themselves stay complete.
                 log.warning("the next snapshot is only sampled: %s", error)
                 return

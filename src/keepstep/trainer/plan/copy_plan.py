@@ -50,6 +50,7 @@ class PlanHistory:
     """Shared by all plans of one layout, whatever the turn of its replica sets."""
 
     snapshots: int = 0
+    checks: int = 0  # Drawn for snapshots after the first one.
 
 
 @dataclass(eq=False)
