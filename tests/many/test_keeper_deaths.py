@@ -8,6 +8,10 @@ import pytest
 from clones import protected_image, rest
 from nodes import running, wait_for
 
+from keepstep.transport import links
+
+NEVER_S = 1000.0
+
 
 def test_the_lost_node_was_the_coordinators(place: Path) -> None:
     image = protected_image(place, "abcd", losses=1)
@@ -31,6 +35,20 @@ def test_training_goes_on_when_a_keeper_dies_and_comes_back(died: str, same_port
         run.add("b'")
         answers = run.start(["a", "b'", "c"])
         assert {answer.version for answer in answers} == {version}
+
+
+def test_keeper_that_replaces_another_links_to_its_peers_without_giving_way(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peers were refused in the meantime: who waits for them to dial waits for the longest of their pauses."""
+    with running(place, losses=1) as run:
+        run.add("a", "b", "c")
+        run.start(["a", "b", "c"])
+        before = run.protect()
+        monkeypatch.setattr(links, "GIVE_WAY_S", NEVER_S)
+        monkeypatch.setattr(links, "FIRST_RETRY_S", NEVER_S)  # of the peers, after the link is lost
+        run.revive("c")  # gives way to all others
+        assert run.protect() > before
 
 
 def test_training_goes_on_when_all_keepers_die_and_come_back(place: Path) -> None:

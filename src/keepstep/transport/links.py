@@ -70,9 +70,15 @@ class PeerLinks:
         *,
         dialer: LinkDialer,
         max_unlisted_peers: int,
+        is_successor: bool = False,
     ) -> None:
-        """`max_unlisted_peers`: how many authenticated peers may be linked that `set_peers` has not named."""
+        """`max_unlisted_peers`: how many authenticated peers may be linked that `set_peers` has not named.
+
+        `is_successor`: this keeper listens where one that died did. Its peers were refused there and dial seldom by
+        now, so the first peers are dialled without giving way.
+        """
         self._max_unlisted_peers = max_unlisted_peers
+        self._gives_way = not is_successor
         self._node_id = node_id
         self._traffic = traffic
         self._dialer = dialer
@@ -107,7 +113,9 @@ class PeerLinks:
                     del self._links[node_id]
             for node_id, peer in wanted.items():
                 if node_id not in self._links:
-                    self._links[node_id] = _LinkState(peer, self._next_dial(node_id, 0.0))
+                    dial_at = self._next_dial(node_id, 0.0) if self._gives_way else time.monotonic()
+                    self._links[node_id] = _LinkState(peer, dial_at)
+            self._gives_way = self._gives_way or bool(wanted)
         self.wake()
 
     def start_dialling(self) -> None:

@@ -77,6 +77,7 @@ class TcpOptions:
     # How many authenticated peers may be linked that `set_peers` has not named: replaced keepers, and keepers that
     # look for what this one holds.
     max_unlisted_peers: int = 0
+    is_successor: bool = False  # This keeper listens where one that died did: it dials without giving way.
     num_streams: int = NUM_STREAMS
     timeout_s: float = TIMEOUT_S
 
@@ -108,8 +109,9 @@ class TcpTransport:
         self._address, self._port = listening.getsockname()[:2]
         self._listener = Listener(listening, self._accept, self._threads, timeout_s=options.timeout_s)
         self._links = PeerLinks(
-            me.node_id, self._traffic, listener, dialer=self, max_unlisted_peers=options.max_unlisted_peers
-        )
+            me.node_id, self._traffic, listener, dialer=self,
+            max_unlisted_peers=options.max_unlisted_peers, is_successor=options.is_successor,
+        )  # fmt: skip
         log.info(
             "peers reach this keeper at %s port %d (peers.address = %r)%s",
             self._address, self._port, config.address, ", TLS" if self._tls else "",

@@ -94,7 +94,7 @@ class KeeperNetwork:
         self.store = ChunkStore(identity.node_id)
 
         last = KeeperAddress.read(identity.directory / ADDRESS_FILE)
-        self.transport = self._listen(last or KeeperAddress(instance, config.peers.port))
+        self.transport = self._listen(last or KeeperAddress(instance, config.peers.port), is_successor=last is not None)
         client = ChunkClient(self.store, self.transport)
         rebuilder = Rebuilder(client, timeout_s=TIMEOUT_S)
         self._client, self._rebuilder = client, rebuilder
@@ -106,7 +106,7 @@ class KeeperNetwork:
         address.write(identity.directory / ADDRESS_FILE)
         self.card = NodeCard(identity.node_id, address.instance, host, port, config.failure_domain)
 
-    def _listen(self, address: KeeperAddress) -> Transport:
+    def _listen(self, address: KeeperAddress, *, is_successor: bool) -> Transport:
         config = self._config
         for port in (address.port, config.peers.port):
             try:
@@ -114,7 +114,7 @@ class KeeperNetwork:
                     Peer(self._identity.node_id, address.instance), self._identity.run_id, b"",
                     replace(config.peers, port=port),
                     self,
-                    options=TcpOptions(max_unlisted_peers=MAX_UNLISTED_PEERS),
+                    options=TcpOptions(max_unlisted_peers=MAX_UNLISTED_PEERS, is_successor=is_successor),
                 )  # fmt: skip
             except ConfigError:
                 if port == config.peers.port:
