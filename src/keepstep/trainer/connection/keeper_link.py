@@ -50,7 +50,9 @@ from keepstep.types import Incarnation, Status, TakeCounts, Version
 log = logging.getLogger("keepstep")
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
-PATIENCE_S = 1.0  # Ranks beyond the first wait this long for the first rank or the launcher to start the keeper.
+# Who waits for another process of this node to start the keeper, waits this long. A start takes 0.2 s of a core, and
+# every further process that starts one takes it from the first.
+PATIENCE_S = 2.0
 MAX_OUTCOMES = 4  # Outcomes of grants that may still be open: at most one per slot.
 M = TypeVar("M")
 
@@ -273,24 +275,33 @@ class KeeperLink:
         log.warning("the keeper is gone; training goes on, and a new keeper is started")
         threading.Thread(target=self._reconnect, name="keepstep-rejoin", daemon=True).start()
 
+    @property
+    def _others_start_it(self) -> bool:
+        """Whether the launcher or the first rank of this node starts a keeper in place of a dead one."""
+        has_supervisor = not self._register.no_holder and os.getppid() == self._register.launcher_pid
+        return has_supervisor or self._register.local_index > 0
+
     def _reconnect(self) -> None:
-        pause = FIRST_RETRY_S
-        patience = time.monotonic() + (PATIENCE_S if self._register.local_index else 0.0)
+        pause, problem = FIRST_RETRY_S, ""
+        patience = time.monotonic() + (PATIENCE_S if self._others_start_it else 0.0)
         while not self._closed.is_set() and not self.ended:
+            may_start = time.monotonic() >= patience
             try:
-                incarnation = self._attempt(may_start=time.monotonic() >= patience)
+                incarnation = self._attempt(may_start=may_start)
                 log.warning("a keeper has taken over (incarnation %d goes on)", incarnation.number)
                 with self._changing:
                     if self.up:
                         self._reconnecting = False
                         return
             except Exception as error:  # No other thread would try again.
-                log.info("no keeper yet: %r", error)
+                if problem != (problem := repr(error)):
+                    log.info("no keeper yet: %s", problem)
                 if self._refused:
                     self.ended = str(error)
                     log.error("the keeper refuses this trainer, the run is unprotected here: %s", error)
             self._closed.wait(pause)
-            pause = min(2 * pause, LAST_RETRY_S)
+            if may_start:  # An attempt to connect costs nothing: the keeper that another process starts is met at once.
+                pause = min(2 * pause, LAST_RETRY_S)
         self._reconnecting = False
 
     # Messages that the keeper sends without being asked
