@@ -85,6 +85,17 @@ def appoint(node: NodeState) -> None:
     orders.coordinator = Coordinator(node.incarnation, members, sources, now=node.now, deadlines=node.deadlines)
     if not alone:  # the membership of the others names the keeper that coordinated before this one
         orders.coordinator.set_card(node.card)
+        _receive_early_reports(node, orders.coordinator, {*nodes, *former})
+
+
+def _receive_early_reports(node: NodeState, coordinator: Coordinator, cards: set[NodeCard]) -> None:
+    """Peers link to a new keeper before its trainers are back: it does not wait for their next reports."""
+    reports, node.orders.early_reports = node.orders.early_reports, {}
+    for report in reports.values():
+        if report.incarnation == node.incarnation:
+            if report.card not in cards:
+                coordinator.set_card(report.card)
+            coordinator.receive(report, node.now)
 
 
 def begin_incarnation(node: NodeState) -> None:
@@ -156,6 +167,8 @@ def peer_message(node: NodeState, event: PeerMessage) -> None:
             coordinator.set_card(message.card)
         if coordinator is not None:
             coordinator.receive(message, node.now)
+        elif event.node_id in node.orders.cards:
+            node.orders.early_reports[event.node_id] = message
         node.orders.report_changed = False
 
 

@@ -21,7 +21,7 @@ from keepstep.config import Config
 from keepstep.control.messages import Loaded, Membership, NodeCard, Refused, Register, WantRestore
 from keepstep.errors import Error
 from keepstep.keeper.coordinator.coordinator import Coordinator
-from keepstep.keeper.coordinator.messages import ExchangeProgress, Failure, Orders, RestoreOrder
+from keepstep.keeper.coordinator.messages import ExchangeProgress, Failure, Orders, Report, RestoreOrder
 from keepstep.keeper.coordinator.state import Deadlines
 from keepstep.keeper.node.effects import Effect, Log, Send
 from keepstep.keeper.node.events import Conn, TrainerRegisters
@@ -354,6 +354,8 @@ class NodeOrders:  # The coordinator, the peers, and what the ledger remembers o
     down_since: dict[str, float] = field(default_factory=dict)
     cards: dict[str, NodeCard] = field(default_factory=dict)
     peers_set_at: float = 0.0
+    # Reports that arrived before this keeper became the coordinator: the newest one of each node in `cards`.
+    early_reports: dict[str, Report] = field(default_factory=dict)
     # Reports and orders that were sent
     report_number: int = 0
     report_changed: bool = True  # this event may have changed what this node reports
