@@ -42,6 +42,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_exchange.py --out benchmarks/results/exchange.json
 	$(BIN)/python benchmarks/bench_nodes.py --out benchmarks/results/nodes.json
 	$(BIN)/python benchmarks/bench_recovery.py --out benchmarks/results/recovery.json
+	$(BIN)/python benchmarks/bench_keeper_death.py --out benchmarks/results/keeper-death.json
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
