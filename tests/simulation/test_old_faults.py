@@ -14,7 +14,6 @@ from lives_of_many import live
 from world_of_many import Setting
 
 from keepstep.keeper.coordinator import grants, protection
-from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import Orders
 from keepstep.keeper.coordinator.state import CoordinatorState
 from keepstep.keeper.node import protection as node_protection
@@ -76,7 +75,7 @@ def what_is_late_is_dropped(patch: pytest.MonkeyPatch) -> None:
 def groups_choose_what_to_protect(patch: pytest.MonkeyPatch) -> None:
     """Each group protects what is the newest when it begins, and the groups never share a version."""
 
-    def orders_for(self: Coordinator, node_id: str) -> Orders:
+    def orders_for(self: CoordinatorState, node_id: str) -> Orders:
         orders = real(self, node_id)
         group = orders.group
         if orders.target is None or group is None or self.views.keys() <= set(group.members):
@@ -85,8 +84,8 @@ def groups_choose_what_to_protect(patch: pytest.MonkeyPatch) -> None:
             return orders
         return msgspec.structs.replace(orders, target=orders.complete)
 
-    real = Coordinator.orders_for
-    patch.setattr(Coordinator, "orders_for", orders_for)
+    real = CoordinatorState.orders_for
+    patch.setattr(CoordinatorState, "orders_for", orders_for)
 
 
 def one_parity_buffer(patch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,6 @@ from keepstep.control.messages import (
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity, start_time
 from keepstep.keeper.connection import Connection
-from keepstep.keeper.node.core import Core
 from keepstep.keeper.node.events import (
     ArenaAdded,
     ArenaRefused,
@@ -59,7 +58,7 @@ from keepstep.keeper.node.events import (
     TrainerMessage,
     TrainerRegisters,
 )
-from keepstep.keeper.node.state import SEALED
+from keepstep.keeper.node.state import SEALED, NodeState
 from keepstep.keeper.transfer.network import KeeperNetwork, adopt_parity
 from keepstep.keeper.what_if import forecast
 from keepstep.keeper.workers.allocation import ArenaAllocator, describe
@@ -76,7 +75,9 @@ class KeeperServices(Protocol):
 
     identity: Identity
     instance: str
-    core: Core
+
+    @property
+    def core(self) -> NodeState: ...
 
     @property
     def arenas(self) -> dict[str, Arena]: ...

@@ -9,8 +9,16 @@ from keepstep._version import VERSION
 from keepstep.arena.slots import AUTO
 from keepstep.identity import Identity
 from keepstep.keeper.node import arenas
-from keepstep.keeper.node.core import Core
-from keepstep.keeper.node.state import FENCING, RESTORING, SEALED, SERVING, ArenaState, RegisteredTrainer, Slot
+from keepstep.keeper.node.state import (
+    FENCING,
+    RESTORING,
+    SEALED,
+    SERVING,
+    ArenaState,
+    NodeState,
+    RegisteredTrainer,
+    Slot,
+)
 from keepstep.keeper.transfer.network import KeeperNetwork
 from keepstep.keeper.workers.memory_limits import SlotChoice
 from keepstep.types import (
@@ -45,7 +53,7 @@ COUNTERS = {
 
 
 def status_of(
-    core: Core,
+    core: NodeState,
     identity: Identity,
     *,
     instance: str,
@@ -91,7 +99,7 @@ def status_of(
     )  # fmt: skip
 
 
-def _slots_reason(core: Core, chosen: SlotChoice | None) -> str:
+def _slots_reason(core: NodeState, chosen: SlotChoice | None) -> str:
     registers = [trainer.register for trainer in core.trainers.registered.values()]
     if not registers or not core.arenas.by_id:
         return ""
@@ -100,19 +108,19 @@ def _slots_reason(core: Core, chosen: SlotChoice | None) -> str:
     return f"auto: {chosen.reason}" if chosen is not None else "auto: chosen by the keeper before this one"
 
 
-def _state(core: Core) -> str:
+def _state(core: NodeState) -> str:
     if core.lease_since is not None:
         return "leased"
     return core.state
 
 
-def _survives_of(core: Core, version: Version | None) -> Survives:
+def _survives_of(core: NodeState, version: Version | None) -> Survives:
     if version is None:
         return Survives.NOTHING
     return Survives.NODE if version == core.orders.active.protected else Survives.PROCESS
 
 
-def _counters(core: Core, network: KeeperNetwork | None, takes: Sequence[TakeCounts]) -> dict[str, float]:
+def _counters(core: NodeState, network: KeeperNetwork | None, takes: Sequence[TakeCounts]) -> dict[str, float]:
     counters = dict(core.counters) | _take_counters(takes)
     if network is not None:
         counters |= {f"{PEERS}{name}": value for name, value in network.transport.counters().items()}
@@ -135,7 +143,7 @@ def _survives(is_held: bool) -> Survives:
     return Survives.PROCESS if is_held else Survives.NOTHING
 
 
-def _problems(core: Core, complete: Version | None) -> list[str]:
+def _problems(core: NodeState, complete: Version | None) -> list[str]:
     problems = list(core.problems)
     if core.state == SERVING and core.trainers.registered and complete is None:
         problems.append("no version is complete yet: a crash now would start the run again")
@@ -163,7 +171,7 @@ def _problems(core: Core, complete: Version | None) -> list[str]:
     return problems
 
 
-def _rank_status(core: Core, index: int) -> RankStatus:
+def _rank_status(core: NodeState, index: int) -> RankStatus:
     member: RegisteredTrainer | None = core.trainers.registered.get(index)
     arenas = [a for a in core.arenas.by_id.values() if a.local_index == index]
     arena: ArenaState | None = max(arenas, key=lambda a: a.generation, default=None)

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from keepstep.control.messages import PlanIs, PlannedPiece
 from keepstep.errors import KeeperError
-from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import Report
-from keepstep.keeper.coordinator.state import SERVING
+from keepstep.keeper.coordinator.state import SERVING, CoordinatorState
 from keepstep.keeper.node.state import NodeState
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet
 from keepstep.recovery.plan import OWN, PEER, Plan, RankSource, plan
@@ -45,7 +44,7 @@ def forecast(node: NodeState, lost: Sequence[str]) -> PlanIs:
     return PlanIs(chosen.version.step, newest, list(_pieces(chosen, reports)), reasons)
 
 
-def _coordinated(node: NodeState) -> Coordinator:
+def _coordinated(node: NodeState) -> CoordinatorState:
     job, membership = node.orders.coordinator, node.orders.membership
     if job is None and membership is not None and membership.nodes[0].node_id != node.card.node_id:
         other = membership.nodes[0].node_id
@@ -69,7 +68,7 @@ def _check_names(lost: Sequence[str], reports: Mapping[str, Report]) -> None:
 # What would be left
 
 
-def _inventory(node: NodeState, job: Coordinator, reports: Mapping[str, Report], report: Report) -> Inventory:
+def _inventory(node: NodeState, job: CoordinatorState, reports: Mapping[str, Report], report: Report) -> Inventory:
     orders = job.orders
     retained = sorted(orders.retain - set(report.damaged))
     holdings = tuple(
@@ -81,7 +80,7 @@ def _inventory(node: NodeState, job: Coordinator, reports: Mapping[str, Report],
     return Inventory(holdings, orders.complete, (), sets, orders.protected)
 
 
-def _sets(node: NodeState, job: Coordinator, reports: Mapping[str, Report], node_id: str) -> Iterator[ParitySet]:
+def _sets(node: NodeState, job: CoordinatorState, reports: Mapping[str, Report], node_id: str) -> Iterator[ParitySet]:
     """The parity sets that this node may hold: of its group now, and of the coordinator's group before."""
     group = job.protection.groups.get(node_id)
     for key in reports[node_id].placed:

@@ -13,7 +13,8 @@ of docs/protocol.md, "Several nodes"):
     restore   one plan for all; ready on all nodes, then BEGIN; what fails is left out of the next plan
 
 A keeper that takes over starts from the newest orders that any node follows. The cost of a report is
-constant, that of an order linear in the number of nodes. Each module imports only those before it:
+constant, that of an order linear in the number of nodes. `receive`, `set_card` and `lose_source` are the only ways
+in. Each module imports only those before it, and none of grants, restore and protection knows another:
 
     messages < state < grants, restore, protection < takeover < coordinator
 """
@@ -26,71 +27,64 @@ from keepstep.keeper.coordinator.messages import Report
 from keepstep.keeper.coordinator.state import GATHERING, RESTORING, SERVING, CoordinatorState
 
 
-class Coordinator(CoordinatorState):
-    """One incarnation, as its coordinator decides it. `receive` and `decide` are the only ways in."""
+def receive(job: CoordinatorState, report: Report, now: float) -> bool:
+    """Take in a report. True when the orders have changed."""
+    view = job.views.get(report.node_id) or job.sources.get(report.node_id)
+    if view is None:
+        return False
+    last = view.report
+    if last is not None and last.instance == report.instance and report.number < last.number:
+        return False
+    if report.node_id in job.sources and report.inventory is None:
+        return False  # for its own incarnation: only what it holds counts here
+    view.report, view.received_at = report, now
+    if report.node_id in job.views and report.incarnation == job.incarnation:
+        _count(job, report, now)
+    return decide(job, now)
 
-    def receive(self, report: Report, now: float) -> bool:
-        """Take in a report. True when the orders have changed."""
-        view = self.views.get(report.node_id) or self.sources.get(report.node_id)
-        if view is None:
-            return False
-        last = view.report
-        if last is not None and last.instance == report.instance and report.number < last.number:
-            return False
-        if report.node_id in self.sources and report.inventory is None:
-            return False  # for its own incarnation: only what it holds counts here
-        view.report, view.received_at = report, now
-        if report.node_id in self.views and report.incarnation == self.incarnation:
-            self._count(report, now)
-        return self.decide(now)
 
-    def _count(self, report: Report, now: float) -> None:
-        """Take a member's report into account: counts, since this is done with every report of every node."""
-        node_id = report.node_id
-        self.reported.add(node_id)
-        (self.ready.add if report.ready else self.ready.discard)(node_id)
-        (self.finished.add if report.finished else self.finished.discard)(node_id)
-        for slots, nodes in self.nodes_by_slots.items():
-            (nodes.add if slots == report.slots else nodes.discard)(node_id)
-        grants.count(self, report)
-        restore.count(self, report)
-        protection.count(self, report, now)
+def _count(job: CoordinatorState, report: Report, now: float) -> None:
+    """Take a member's report into account: counts, since this is done with every report of every node."""
+    node_id = report.node_id
+    job.reported.add(node_id)
+    (job.ready.add if report.ready else job.ready.discard)(node_id)
+    (job.finished.add if report.finished else job.finished.discard)(node_id)
+    for slots, nodes in job.nodes_by_slots.items():
+        (nodes.add if slots == report.slots else nodes.discard)(node_id)
+    grants.count(job, report)
+    restore.count(job, report)
+    protection.count(job, report, now)
 
-    def knows(self, node_id: str) -> bool:
-        return node_id in self.views or node_id in self.sources
 
-    def set_card(self, card: NodeCard) -> None:
-        """A keeper has another address than the membership names: its peers must know."""
-        self.cards[card.node_id] = card
-        self.change(cards=tuple(self.cards.values()))
+def set_card(job: CoordinatorState, card: NodeCard) -> None:
+    """A keeper has another address than the membership names: its peers must know."""
+    job.cards[card.node_id] = card
+    job.change(cards=tuple(job.cards.values()))
 
-    def lose_source(self, node_id: str, now: float) -> bool:
-        """A keeper of an earlier incarnation is dead. True when the orders have changed."""
-        self.drop_sources(node_id)
-        return self.decide(now)
 
-    def take_warnings(self) -> list[str]:
-        warnings = list(self.warnings)
-        self.warnings.clear()
-        return warnings
+def lose_source(job: CoordinatorState, node_id: str, now: float) -> bool:
+    """A keeper of an earlier incarnation is dead. True when the orders have changed."""
+    job.drop_sources(node_id)
+    return decide(job, now)
 
-    def decide(self, now: float) -> bool:
-        """Move on as far as what is known allows. True when the orders have changed."""
-        before = self.orders
-        if self.state == GATHERING:
-            takeover.gather(self, now)
-            for report in self.reports() if self.state == SERVING else ():  # reports that arrived before the takeover
-                if report.incarnation == self.incarnation:
-                    self._count(report, now)
-        if self.state == RESTORING:
-            restore.restore(self, now)
-        if self.state == SERVING:
-            grants.settle(self, now)
-            protection.protect(self, now)
-            protection.expose(self, now)
-            grants.grant(self, now)
-            if len(self.finished) == len(self.views):
-                self.change(finished=True)
-        if self.orders is not before and self.orders.retain != before.retain:
-            self.expect_room()
-        return self.orders is not before
+
+def decide(job: CoordinatorState, now: float) -> bool:
+    """Move on as far as what is known allows. True when the orders have changed."""
+    before = job.orders
+    if job.state == GATHERING:
+        takeover.gather(job, now)
+        for report in job.reports() if job.state == SERVING else ():  # reports that arrived before the takeover
+            if report.incarnation == job.incarnation:
+                _count(job, report, now)
+    if job.state == RESTORING:
+        restore.restore(job, now)
+    if job.state == SERVING:
+        grants.settle(job, now)
+        protection.protect(job, now)
+        protection.expose(job, now)
+        grants.grant(job, now)
+        if len(job.finished) == len(job.views):
+            job.change(finished=True)
+    if job.orders is not before and job.orders.retain != before.retain:
+        job.expect_room()
+    return job.orders is not before

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-from keepstep.keeper.coordinator import protection
 from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, Orders, Report
 from keepstep.keeper.coordinator.state import CoordinatorState, JobGrant, NodeView
 from keepstep.parity.divergence import Comparison, ReplicaAudit, diverged_set
@@ -77,7 +76,7 @@ def _replicas_agree(job: CoordinatorState, grant: JobGrant) -> bool:
 
 def _complete(job: CoordinatorState, version: Version, now: float) -> None:
     if job.orders.complete == job.orders.protected:
-        protection.start_clock(job, now)  # there was nothing to protect: its time begins now
+        job.protection.start_clock(now)  # there was nothing to protect: its time begins now
     if job.orders.complete is None or version > job.orders.complete:
         job.change(complete=version)
     if not job.protection.groups:  # a version of this incarnation is complete: the restored one may go

@@ -110,11 +110,3 @@ def _check_damage(job: CoordinatorState, report: Report, now: float) -> None:
 def set_groups(job: CoordinatorState, groups: Mapping[str, GroupOrder]) -> None:
     """Groups never change while an incarnation lasts."""
     job.protection.groups = dict(groups)
-
-
-def start_clock(job: CoordinatorState, now: float) -> None:
-    job.protection.advanced_at = now
-
-
-def begin(job: CoordinatorState, now: float) -> None:
-    job.protection.moved_at = job.protection.advanced_at = now

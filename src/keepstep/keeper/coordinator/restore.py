@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-from keepstep.keeper.coordinator import protection
 from keepstep.keeper.coordinator.messages import Failure, Report, RestoreOrder
 from keepstep.keeper.coordinator.state import RESTORING, SERVING, CoordinatorState
 from keepstep.recovery.inventory import Inventory
@@ -125,7 +124,7 @@ def _begin(job: CoordinatorState, chosen: Plan, now: float) -> None:
         if covered_by.version != version or stands(members, covered_by):
             job.change(protected=covered_by.version)
     job.enter(SERVING)
-    protection.begin(job, now)
+    job.protection.begin(now)
 
 
 def _exclude(job: CoordinatorState, failure: Failure) -> None:

@@ -101,6 +101,14 @@ class CoordinatorState:
     def warn(self, text: str) -> None:
         self.warnings.append(text)
 
+    def take_warnings(self) -> list[str]:
+        warnings = list(self.warnings)
+        self.warnings.clear()
+        return warnings
+
+    def knows(self, node_id: str) -> bool:
+        return node_id in self.views or node_id in self.sources
+
     def adopt_cards(self, cards: Mapping[str, NodeCard]) -> None:
         """Addresses that an earlier coordinator knew; those that were reported since are newer."""
         self.cards = {**cards, **self.cards}
@@ -212,3 +220,10 @@ class JobProtection:  # Written by `protection`
     unlinked: set[str] = field(default_factory=set)  # nodes that cannot reach another one of their group
     moved_bytes: dict[str, int] = field(default_factory=dict)  # of the target, by node
     placed: set[str] = field(default_factory=set)  # nodes that hold their parity of the target
+
+    def begin(self, now: float) -> None:
+        self.moved_at = self.advanced_at = now
+
+    def start_clock(self, now: float) -> None:
+        """There was nothing to protect until now."""
+        self.advanced_at = now

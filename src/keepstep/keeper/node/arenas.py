@@ -1,12 +1,17 @@
-"""Arenas: requested, added, refused, quarantined and dropped; damage found in them. Pure. Owner of `node.arenas`."""
+"""Arenas: requested, added, refused, quarantined and dropped; damage found in them; the ledger in each. Pure.
+
+Owner of `node.arenas`.
+"""
 
 from __future__ import annotations
 
+from keepstep.arena.records import Ledger
 from keepstep.arena.slots import AUTO, FEW_SLOTS
 from keepstep.control.messages import ArenaGiven, WantArena
-from keepstep.keeper.node.effects import CreateArena, DropArena, SealSlot, Send
+from keepstep.keeper.node.effects import CreateArena, DropArena, SealSlot, Send, WriteLedger
 from keepstep.keeper.node.events import ArenaAdded, ArenaRefused
 from keepstep.keeper.node.state import COMMITTED, FREE, GRANTED, ArenaState, NodeState, RegisteredTrainer, Slot
+from keepstep.types import Version
 
 MAX_DAMAGED = 64  # sentences kept for inventories and `keepstep inspect`
 
@@ -55,7 +60,7 @@ def seal_committed(node: NodeState, arena_id: str) -> None:
     """Seal what an adopted arena holds committed, unless it was sealed once and its seal is gone."""
     for slot in node.arenas.by_id[arena_id].slots:
         if slot.state == COMMITTED and slot.version is not None:
-            node.emit(SealSlot(arena_id, slot.index, slot.version, node.orders.newest_complete))
+            node.emit(SealSlot(arena_id, slot.index, slot.version, node.arenas.newest_complete))
 
 
 def refused(node: NodeState, event: ArenaRefused) -> None:
@@ -90,7 +95,7 @@ def read_again(node: NodeState) -> None:
     for arena, slot in node.arenas.slots():
         if slot.state in (GRANTED, FREE):
             slot.read_again()
-            node.emit(SealSlot(arena.arena_id, slot.index, None, node.orders.newest_complete))
+            node.emit(SealSlot(arena.arena_id, slot.index, None, node.arenas.newest_complete))
 
 
 def drop_replaced(node: NodeState) -> None:
@@ -104,3 +109,35 @@ def drop_replaced(node: NodeState) -> None:
         if replaced and not busy:
             del node.arenas.by_id[arena.arena_id]
             node.emit(DropArena(arena.arena_id, "its rank writes another one"))
+
+
+# The ledger
+
+
+def write_ledger(node: NodeState) -> None:
+    """Write what a later keeper must know into every arena."""
+    own = node.arenas
+    active, by = node.orders.active, node.orders.active.protected_by
+    current = active.incarnation == node.incarnation
+    own.ledger_serial += 1
+    ledger = Ledger(
+        incarnation=node.incarnation, base=active.base, complete=own.newest_complete, serial=own.ledger_serial,
+        current=active.complete, protected=active.protected, target=active.target,
+        protected_by=(by.incarnation.number, by.incarnation.nonce, by.attempt) if by else (0, 0, 0),
+        epoch=active.epoch if current else 0, seq=active.seq if current else 0, attempt=active.attempt,
+        settled=node.grants.last_resolved_serial,
+    )  # fmt: skip
+    node.emit(WriteLedger(ledger))
+
+
+def note_ledger(node: NodeState, ledger: Ledger) -> bool:
+    """Count on from a ledger that was given back. True when it is the newest one yet."""
+    newer = ledger.serial > node.arenas.ledger_serial
+    node.arenas.ledger_serial = max(node.arenas.ledger_serial, ledger.serial)
+    note_complete(node, ledger.complete)
+    return newer
+
+
+def note_complete(node: NodeState, version: Version | None) -> None:
+    if version is not None:
+        node.arenas.newest_complete = max(node.arenas.newest_complete or version, version)

@@ -12,9 +12,9 @@ Rules (numbers of docs/protocol.md): an incarnation opens only when every traine
 decided once per incarnation, and only failed verification of a version's own bytes counts against it
 (9); the lease runs only when neither launcher nor trainer is left (12).
 
-`state` lists the sections and their owners. Each module imports only those before it:
+`state` lists the sections and their owners. Each module imports only those before it, and none imports `core`:
 
-    state, grants < arenas < snapshots, restore, protection < orders < trainers < core
+    grants < state < arenas, protection < snapshots, restore < orders, trainers < core
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Core(NodeState):
         orders.begin_event(self)
         _HANDLERS[type(event)](self, event)
         if not isinstance(event, NOT_OF_RANKS):
-            orders.take_up_grants(self)
+            snapshots.take_up_grants(self)
         orders.follow(self)
         self._watch_lease()
         return [*self.effects, *self.effects_last]
@@ -67,10 +67,6 @@ class Core(NodeState):
         elif self.now - self.lease_since >= self.config.keeper.lease_s:
             self.emit(End("the lease ran out: no launcher and no trainer is left"))
 
-    def lease_left_s(self) -> float | None:
-        since = self.lease_since
-        return None if since is None else max(0.0, self.config.keeper.lease_s - (self.now - since))
-
 
 def _arena_added(node: NodeState, event: events.ArenaAdded) -> None:
     """An arena was created for a trainer, or adopted with everything its headers hold."""
@@ -78,7 +74,7 @@ def _arena_added(node: NodeState, event: events.ArenaAdded) -> None:
     trainer = node.trainers.registered.get(event.local_index)
     if trainer is not None and event.ledger is None:
         arenas.move_to(node, trainer, event.arena_id)
-        orders.write_ledger(node)
+        arenas.write_ledger(node)
     trainers.adopt_incarnation(node, event)
     if event.ledger is not None:
         orders.adopt_ledger(node, event.ledger)

@@ -1,4 +1,4 @@
-"""Reports to the job's coordinator, orders from it, and the ledger that remembers them. Pure.
+"""Reports to the job's coordinator and orders from it. Pure.
 
 Owner of `node.orders`. A node that is its own coordinator (one node, or node rank 0) applies the resulting
 orders in the same event; others exchange messages. Both are sent again with every heartbeat, so that nothing
@@ -11,9 +11,9 @@ import msgspec
 
 from keepstep.arena.records import Ledger
 from keepstep.control.messages import NodeCard
-from keepstep.keeper.coordinator.coordinator import Coordinator
+from keepstep.keeper.coordinator import coordinator
 from keepstep.keeper.coordinator.messages import GrantOrder, GrantOutcome, Orders, Report
-from keepstep.keeper.coordinator.state import GATHERING
+from keepstep.keeper.coordinator.state import GATHERING, CoordinatorState
 from keepstep.keeper.node import arenas, effects, protection, restore, snapshots
 from keepstep.keeper.node.effects import Kill, SendToPeer, SetPeers
 from keepstep.keeper.node.events import MembershipSet, PeerLink, PeerMessage, ReplicaDigestsRead
@@ -47,7 +47,7 @@ def follow(node: NodeState) -> None:
         restore.answer_requests(node)
 
 
-def _apply_own_orders(node: NodeState, coordinator: Coordinator) -> None:
+def _apply_own_orders(node: NodeState, job: CoordinatorState) -> None:
     """Report to this keeper's own coordinator and follow its orders, until they ask for nothing new.
 
     A turn is followed by another one only when it changed the orders, or closed or issued a grant, and what it
@@ -58,11 +58,11 @@ def _apply_own_orders(node: NodeState, coordinator: Coordinator) -> None:
     """
     for _ in range(MAX_TURNS):
         if node.orders.report_changed:
-            coordinator.receive(report_of(node), node.now)
+            coordinator.receive(job, report_of(node), node.now)
         node.orders.report_changed = True
-        if coordinator.state == GATHERING or not take_orders(node, coordinator.orders_for(node.card.node_id)):
+        if job.state == GATHERING or not take_orders(node, job.orders_for(node.card.node_id)):
             return
-    node.log("error", "orders do not settle", turns=MAX_TURNS, orders=coordinator.orders.order)
+    node.log("error", "orders do not settle", turns=MAX_TURNS, orders=job.orders.order)
 
 
 def appoint(node: NodeState) -> None:
@@ -82,25 +82,21 @@ def appoint(node: NodeState) -> None:
     else:
         return
     members, sources = {card.node_id: card.domain for card in nodes}, tuple(card.node_id for card in former)
-    orders.coordinator = Coordinator(node.incarnation, members, sources, now=node.now, deadlines=node.deadlines)
+    job = CoordinatorState(node.incarnation, members, sources, now=node.now, deadlines=node.deadlines)
+    orders.coordinator = job
     if not alone:  # the membership of the others names the keeper that coordinated before this one
-        orders.coordinator.set_card(node.card)
-        _receive_early_reports(node, orders.coordinator, {*nodes, *former})
+        coordinator.set_card(job, node.card)
+        _receive_early_reports(node, job, {*nodes, *former})
 
 
-def _receive_early_reports(node: NodeState, coordinator: Coordinator, cards: set[NodeCard]) -> None:
+def _receive_early_reports(node: NodeState, job: CoordinatorState, cards: set[NodeCard]) -> None:
     """Peers link to a new keeper before its trainers are back: it does not wait for their next reports."""
     reports, node.orders.early_reports = node.orders.early_reports, {}
     for report in reports.values():
         if report.incarnation == node.incarnation:
             if report.card not in cards:
-                coordinator.set_card(report.card)
-            coordinator.receive(report, node.now)
-
-
-def begin_incarnation(node: NodeState) -> None:
-    """Forget the orders of the last incarnation, except what they retain."""
-    node.orders.received, node.orders.coordinator = None, None
+                coordinator.set_card(job, report.card)
+            coordinator.receive(job, report, node.now)
 
 
 def count_reports_from(node: NodeState, number: int) -> None:
@@ -147,9 +143,9 @@ def peer_link(node: NodeState, event: PeerLink) -> None:
         return
     if orders.membership is None or event.node_id == orders.membership.nodes[0].node_id:
         orders.sent_key = None  # report everything again: the coordinator may be a new one
-    coordinator = orders.coordinator
-    if coordinator is not None and coordinator.state != GATHERING and coordinator.knows(event.node_id):
-        node.emit(SendToPeer(event.node_id, coordinator.orders_for(event.node_id)))
+    job = orders.coordinator
+    if job is not None and job.state != GATHERING and job.knows(event.node_id):
+        node.emit(SendToPeer(event.node_id, job.orders_for(event.node_id)))
 
 
 def peer_message(node: NodeState, event: PeerMessage) -> None:
@@ -162,24 +158,24 @@ def peer_message(node: NodeState, event: PeerMessage) -> None:
         elif message.incarnation.number > node.incarnation.number:
             _step_aside(node, event.node_id, message)
     elif message.node_id == event.node_id == message.card.node_id:
-        coordinator = node.orders.coordinator
-        if _card_changed(node, message.card) and coordinator is not None:
-            coordinator.set_card(message.card)
-        if coordinator is not None:
-            coordinator.receive(message, node.now)
+        job = node.orders.coordinator
+        if _card_changed(node, message.card) and job is not None:
+            coordinator.set_card(job, message.card)
+        if job is not None:
+            coordinator.receive(job, message, node.now)
         elif event.node_id in node.orders.cards:
             node.orders.early_reports[event.node_id] = message
         node.orders.report_changed = False
 
 
-def _step_aside(node: NodeState, coordinator: str, orders: Orders) -> None:
+def _step_aside(node: NodeState, node_id: str, orders: Orders) -> None:
     """The job goes on without this node: its trainers must end, but what it holds may be needed."""
     number = orders.incarnation.number
     for trainer in node.trainers.registered.values():
         if trainer.running:
             node.emit(Kill(trainer.pid, f"incarnation {number} goes on without this node"))
     if not node.arenas.any_committed():
-        node.emit(SendToPeer(coordinator, msgspec.structs.replace(report_of(node), inventory=node.inventory())))
+        node.emit(SendToPeer(node_id, msgspec.structs.replace(report_of(node), inventory=node.inventory())))
 
 
 def watch_peers(node: NodeState) -> None:
@@ -190,7 +186,7 @@ def watch_peers(node: NodeState) -> None:
     for node_id in list(orders.coordinator.sources):
         since = max(orders.peers_set_at, orders.down_since.get(node_id, orders.peers_set_at))
         if not orders.links.get(node_id) and node.now - since >= node.config.peers.dead_s:
-            orders.coordinator.lose_source(node_id, node.now)
+            coordinator.lose_source(orders.coordinator, node_id, node.now)
 
 
 def _from_coordinator(node: NodeState, node_id: str, orders: Orders) -> bool:
@@ -274,15 +270,15 @@ def digests_read(node: NodeState, event: ReplicaDigestsRead) -> None:
 # Orders
 
 
-def _send_orders(node: NodeState, coordinator: Coordinator) -> None:
+def _send_orders(node: NodeState, job: CoordinatorState) -> None:
     """Send every node its orders, when they changed or a heartbeat is due."""
-    orders, order = node.orders, coordinator.orders.order
+    orders, order = node.orders, job.orders.order
     if order == orders.sent_order and node.now - orders.sent_at < HEARTBEAT_S:
         return
     orders.sent_order, orders.sent_at = order, node.now
-    for node_id in (*coordinator.views, *coordinator.sources):
+    for node_id in (*job.views, *job.sources):
         if node_id != node.card.node_id and orders.links.get(node_id):
-            node.emit(SendToPeer(node_id, coordinator.orders_for(node_id)))
+            node.emit(SendToPeer(node_id, job.orders_for(node_id)))
 
 
 def take_orders(node: NodeState, orders: Orders) -> bool:
@@ -297,7 +293,7 @@ def take_orders(node: NodeState, orders: Orders) -> bool:
     newest = own.received
     began = newest is not None and newest.restore is not None and restore.follow_plan(node, newest.restore)
     if began:
-        take_up_grants(node)
+        snapshots.take_up_grants(node)
     if newest is None or node.state != SERVING or not (newest.restore is None or newest.restore.begin):
         return fresh
     before, changed = own.active, newest is not own.active
@@ -316,19 +312,10 @@ def take_orders(node: NodeState, orders: Orders) -> bool:
     return changed or issued or bool(closed)
 
 
-def take_up_grants(node: NodeState) -> None:
-    """After an earlier keeper's death, once all ranks are back: go on with the grants in their arenas."""
-    if node.state != SERVING or node.trainers.opening is not None or not node.all_loaded():
-        return
-    if snapshots.take_up_grants(node):
-        write_ledger(node)
-    snapshots.claim_reports(node)
-
-
 def _retain(node: NodeState, before: Orders) -> None:
     """What is retained may have changed: write it to the ledger, and free the rest."""
     active = node.orders.active
-    _note_complete(node, active.complete)
+    arenas.note_complete(node, active.complete)
     if before.retain != active.retain or before.protected_by != active.protected_by:
         arenas.drop_replaced(node)
     protection.follow_orders(node)
@@ -336,33 +323,15 @@ def _retain(node: NodeState, before: Orders) -> None:
         node.orders.audit = None  # the answer to the question before is large, and in every report
         if active.audit is not None:
             node.emit(effects.ReadReplicaDigests(active.audit))
-    write_ledger(node)
+    arenas.write_ledger(node)
 
 
 # The ledger
 
 
-def write_ledger(node: NodeState) -> None:
-    """Write what a later keeper must know into every arena."""
-    own = node.orders
-    active, by = own.active, own.active.protected_by
-    current = active.incarnation == node.incarnation
-    own.ledger_serial += 1
-    ledger = Ledger(
-        incarnation=node.incarnation, base=active.base, complete=own.newest_complete, serial=own.ledger_serial,
-        current=active.complete, protected=active.protected, target=active.target,
-        protected_by=(by.incarnation.number, by.incarnation.nonce, by.attempt) if by else (0, 0, 0),
-        epoch=active.epoch if current else 0, seq=active.seq if current else 0, attempt=active.attempt,
-        settled=node.grants.last_resolved_serial,
-    )  # fmt: skip
-    node.emit(effects.WriteLedger(ledger))
-
-
 def adopt_ledger(node: NodeState, ledger: Ledger) -> None:
     """Take over what an earlier keeper wrote. Numbers only grow: any record may be the newest that is left."""
-    newer = ledger.serial > node.orders.ledger_serial
-    node.orders.ledger_serial = max(node.orders.ledger_serial, ledger.serial)
-    _note_complete(node, ledger.complete)
+    newer = arenas.note_ledger(node, ledger)
     if newer and not node.trainers.registered:  # given back late, it changes nothing for an incarnation that has begun
         _adopt_orders(node, ledger)
 
@@ -381,8 +350,3 @@ def _adopt_orders(node: NodeState, ledger: Ledger) -> None:
     node.grants.adopt_resolved(ledger.settled)
     if ledger.epoch:
         node.orders.received, node.orders.from_ledger = active, True
-
-
-def _note_complete(node: NodeState, version: Version | None) -> None:
-    if version is not None:
-        node.orders.newest_complete = max(node.orders.newest_complete or version, version)

@@ -12,7 +12,17 @@ from keepstep.keeper.node import arenas
 from keepstep.keeper.node.effects import SealSlot, Send, WriteGrant
 from keepstep.keeper.node.events import SlotSealed
 from keepstep.keeper.node.grants import GrantRecord, NodeGrant
-from keepstep.keeper.node.state import COMMITTED, CORRUPT, FREE, GRANTED, SEALED, NodeState, RegisteredTrainer, Slot
+from keepstep.keeper.node.state import (
+    COMMITTED,
+    CORRUPT,
+    FREE,
+    GRANTED,
+    SEALED,
+    SERVING,
+    NodeState,
+    RegisteredTrainer,
+    Slot,
+)
 from keepstep.types import Incarnation, Version
 
 
@@ -185,15 +195,19 @@ def report_outcomes(node: NodeState, closed: list[tuple[NodeGrant, GrantOutcome]
 # After a keeper's death
 
 
-def take_up_grants(node: NodeState) -> bool:
-    """Continue the grants that the arenas record. True when there were any."""
+def take_up_grants(node: NodeState) -> None:
+    """Once all ranks are back: continue the grants that the arenas record."""
+    if node.state != SERVING or node.trainers.opening is not None or not node.all_loaded():
+        return
     recorded = node.grants.recorded(node.incarnation)
     for serial in sorted(recorded):
         node.grants.adopt(_taken_up(node, recorded[serial]))
-    return bool(recorded)
+    if recorded:
+        arenas.write_ledger(node)
+    _claim_reports(node)
 
 
-def claim_reports(node: NodeState) -> None:
+def _claim_reports(node: NodeState) -> None:
     for conn, message in node.grants.take_unclaimed():
         trainer = node.trainers.by_conn(conn)
         if trainer is None:

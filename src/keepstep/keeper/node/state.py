@@ -1,11 +1,11 @@
 """What a keeper knows of its node, in sections that each have one owner.
 
     trainers    who is registered, incarnations, the fence       trainers.py
-    arenas      the memory of the ranks and its slots            arenas.py
+    arenas      the memory of the ranks: slots and the ledger    arenas.py
     grants      what the ranks may write, and how far they are   grants.py
     restore     the plan of this incarnation, and its requests   restore.py
     protection  parity sets and the running exchange             protection.py
-    orders      the coordinator, the peers and the ledger        orders.py
+    orders      the coordinator and the peers                    orders.py
 
 A module of this package assigns only to its own section; others read it, or call its owner. Small values
 (`Slot`, `RegisteredTrainer`, `NodeGrant`) change only by their own methods. What is to be done is emitted as
@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from keepstep.config import Config
 from keepstep.control.messages import Loaded, Membership, NodeCard, Refused, Register, WantRestore
 from keepstep.errors import Error
-from keepstep.keeper.coordinator.coordinator import Coordinator
 from keepstep.keeper.coordinator.messages import ExchangeProgress, Failure, Orders, Report, RestoreOrder
-from keepstep.keeper.coordinator.state import Deadlines
+from keepstep.keeper.coordinator.state import CoordinatorState, Deadlines
 from keepstep.keeper.node.effects import Effect, Log, Send
 from keepstep.keeper.node.events import Conn, TrainerRegisters
 from keepstep.keeper.node.grants import NodeGrants
@@ -92,6 +91,11 @@ class NodeState:
         numbers += [slot.version.incarnation.number for _, slot in self.arenas.slots() if slot.version]
         return max(numbers)
 
+    def lease_left_s(self) -> float | None:
+        return (
+            None if self.lease_since is None else max(0.0, self.config.keeper.lease_s - (self.now - self.lease_since))
+        )
+
     def all_loaded(self) -> bool:
         """Every rank of this node has registered, is alive, has its state and has an arena."""
         trainers = self.trainers.registered.values()
@@ -106,8 +110,8 @@ class NodeState:
             if slot.state == SEALED and slot.info is not None
         )
         sets = tuple(self.protection.sets.values())
-        orders = self.orders
-        return Inventory(holdings, orders.newest_complete, tuple(self.arenas.damaged), sets, orders.active.protected)
+        arenas, protected = self.arenas, self.orders.active.protected
+        return Inventory(holdings, arenas.newest_complete, tuple(arenas.damaged), sets, protected)
 
     # Output
 
@@ -289,6 +293,8 @@ class ArenaState:  # One rank's arena
 class NodeArenas:  # The memory of the ranks. Written by `arenas`
     by_id: dict[str, ArenaState] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)  # what failed verification, one sentence each
+    ledger_serial: int = 0  # of the ledger record that was written last, into every arena
+    newest_complete: Version | None = None  # of all incarnations, as the ledger remembers it
 
     def slots(self) -> Iterator[tuple[ArenaState, Slot]]:
         return ((arena, slot) for arena in self.by_id.values() for slot in arena.slots)
@@ -340,14 +346,12 @@ class NodeProtection:  # Parity that this node holds and encodes. Written by `pr
 
 
 @dataclass
-class NodeOrders:  # The coordinator, the peers, and what the ledger remembers of both. Written by `orders`
+class NodeOrders:  # The coordinator and the peers. Written by `orders`
     received: Orders | None = None  # the newest ones of this incarnation
     from_ledger: bool = False  # `received` was read from a ledger, which keeps only a part of the orders
     # The newest ones that retain something: orders of an incarnation that has not begun do not.
     active: Orders = field(default_factory=lambda: Orders(Incarnation(0, 0), 0, 0))
-    coordinator: Coordinator | None = None  # where this keeper coordinates the incarnation
-    newest_complete: Version | None = None  # of all incarnations, as the ledger remembers it
-    ledger_serial: int = 0
+    coordinator: CoordinatorState | None = None  # where this keeper coordinates the incarnation
     # Peers
     membership: Membership | None = None
     links: dict[str, bool] = field(default_factory=dict)
@@ -364,3 +368,7 @@ class NodeOrders:  # The coordinator, the peers, and what the ledger remembers o
     sent_order: tuple[int, int, int] = (0, 0, 0)
     pace: tuple[int, float, float] = (-1, 0.0, 0.0)  # progress, when it was seen, seconds per step
     audit: tuple[ReplicaAudit, ReplicaAuditAnswer] | None = None
+
+    def begin_incarnation(self) -> None:
+        """Forget the orders of the last incarnation, except what they retain."""
+        self.received, self.coordinator = None, None

@@ -10,7 +10,7 @@ from keepstep.arena.records import Progress
 from keepstep.arena.slots import may_request
 from keepstep.control.messages import Goodbye, Register, Registered
 from keepstep.errors import Error, KeeperError
-from keepstep.keeper.node import arenas, orders, restore, state
+from keepstep.keeper.node import arenas, restore, snapshots, state
 from keepstep.keeper.node.effects import Kill, Send
 from keepstep.keeper.node.events import ArenaAdded, LauncherSeen, ProcessDied, TrainerRegisters
 from keepstep.keeper.node.state import MAX_STEP, NodeState, OpeningIncarnation, RegisteredTrainer
@@ -172,7 +172,7 @@ def _begin(node: NodeState, opening: OpeningIncarnation) -> None:
     node.begin_incarnation(opening.incarnation)
     node.enter(state.RESTORING)
     restore.begin_incarnation(node)
-    orders.begin_incarnation(node)
+    node.orders.begin_incarnation()
     node.grants.begin_incarnation()
     node.trainers.label, node.trainers.registered = opening.label, {}
     arenas.read_again(node)
@@ -194,7 +194,7 @@ def _join(node: NodeState, event: TrainerRegisters) -> None:
     node.emit(Send(event.conn, Registered(node.incarnation, register.ticket)))
     if register.rejoin:
         node.enter(state.SERVING)
-        orders.take_up_grants(node)
+        snapshots.take_up_grants(node)
     elif node.state == state.WAITING:
         node.enter(state.RESTORING)  # the keeper died while the job was restoring: plan again, from what was given back
 

@@ -6,10 +6,9 @@ import msgspec
 
 from counting import counted_lines
 from keepstep.control.messages import NodeCard
-from keepstep.keeper.coordinator import messages
-from keepstep.keeper.coordinator.coordinator import Coordinator
+from keepstep.keeper.coordinator import coordinator, messages
 from keepstep.keeper.coordinator.messages import Report
-from keepstep.keeper.coordinator.state import RESTORING, SERVING, Deadlines
+from keepstep.keeper.coordinator.state import RESTORING, SERVING, CoordinatorState, Deadlines
 from keepstep.parity.placement import NodePlace, cut_groups
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.types import Incarnation, Version
@@ -46,19 +45,19 @@ def reports() -> list[Report]:
     return found
 
 
-def hear(job: Coordinator, said: list[Report], number: int, **changes: object) -> list[Report]:
+def hear(job: CoordinatorState, said: list[Report], number: int, **changes: object) -> list[Report]:
     said = [msgspec.structs.replace(one, number=number, orders=job.orders_for(one.node_id), **changes) for one in said]
     for one in said:
-        job.receive(one, 1.0)
+        coordinator.receive(job, one, 1.0)
     return said
 
 
-def size_of_orders(job: Coordinator) -> int:
+def size_of_orders(job: CoordinatorState) -> int:
     return max(len(messages.encode(job.orders_for(name))) for name in NAMES)
 
 
 def test_the_plan_is_sent_to_each_node_until_all_have_loaded() -> None:
-    job = Coordinator(NOW, dict.fromkeys(NAMES, ""), now=0.0, deadlines=Deadlines())
+    job = CoordinatorState(NOW, dict.fromkeys(NAMES, ""), now=0.0, deadlines=Deadlines())
     first = reports()
     with counted_lines() as count:
         said = hear(job, first, 2)
