@@ -11,7 +11,7 @@ import torch
 
 from keepstep.trainer.capture.device_copy import DeviceTransfer, TransferPlan, cut
 from keepstep.trainer.capture.device_lane import PIECE_BYTES, DeviceLane
-from keepstep.trainer.capture.rate_cap import RateCap
+from keepstep.trainer.capture.host_copy import RateCap
 from keepstep.trainer.capture.small_tensors import make_batches
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints

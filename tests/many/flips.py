@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from clones import Memory, memfd_of
 
 from keepstep.arena import records as h
-from keepstep.arena.chunks import read_table, region_spans
+from keepstep.arena.checksum import read_table, region_spans
 from keepstep.arena.records import PAGE
 from keepstep.arena.slots import GRANT_PAGE, LEDGER_PAGE, Arena
 from keepstep.parity.parity_buffer import DIGEST_BYTES, META, ParityBuffer, is_parity

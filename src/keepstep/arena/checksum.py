@@ -1,5 +1,9 @@
 """The parts of a seal: which bytes it covers, their xxh3_128 per 4 MiB chunk, table and header.
 
+Four regions of a slot are cut separately into chunks: layout, values, and the two parts of the payload, the bytes that
+only this rank has (`unique`) and those that other nodes hold too (`shared`). So a chunk of a replica set, which nodes
+fetch from each other, is always exactly one entry of the checksum table.
+
 A seal is: `committed_chunks`, read their digests, `write_seal`. A verification is: `sealed_chunks`, read their digests,
 `check_digests`. The keeper puts them together (`keeper/workers/sealing.py`), because there the digests of a large slot
 come from another process. Readers do not lock: they verify what they read and stop at a mismatch, so a slow or dead
@@ -15,17 +19,76 @@ from dataclasses import dataclass
 import xxhash
 
 from keepstep.arena import records as h
-from keepstep.arena.chunks import Chunk, chunk_spans, read_table
 from keepstep.arena.records import KeeperHeader, TrainerHeader
-from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, trainer_digest
+from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot, SlotSpan, trainer_digest
 from keepstep.errors import IntegrityError
-from keepstep.layout import digest
+from keepstep.layout import CHUNK_BYTES, digest, num_chunks
 from keepstep.types import Version
+
+LAYOUT, VALUES, UNIQUE, SHARED = REGIONS = ("layout", "values", "unique", "shared")
+_TEXTS = {UNIQUE: "payload", SHARED: "shared payload"}
 
 # Read in windows that stay in the second-level cache between the copy and the hash: with smaller ones the threads queue
 # for the interpreter, with larger ones they wait for memory (17 GB with 12 threads: 0.54 s with 512 KiB, 0.38 with
 # 1 MiB, 0.44 with 4).
 WINDOW_BYTES = 1 << 20
+
+
+# Chunks
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One entry of the checksum table and the bytes that it covers, by absolute offset in the arena."""
+
+    region: str
+    index: int  # within its region
+    span: SlotSpan
+
+    @property
+    def region_text(self) -> str:
+        return _TEXTS.get(self.region, self.region)
+
+
+def region_spans(arena: Arena, slot: int, trainer: TrainerHeader) -> dict[str, SlotSpan]:
+    """The used bytes of each region. Raises IntegrityError when the header claims more than fits."""
+    layout, values, payload = arena.used_spans(slot, trainer)
+    shared = trainer.shared_offset
+    return {
+        LAYOUT: layout,
+        VALUES: values,
+        UNIQUE: SlotSpan(payload.offset, shared),
+        SHARED: SlotSpan(payload.offset + shared, payload.size_bytes - shared),
+    }
+
+
+def chunk_spans(arena: Arena, slot: int, trainer: TrainerHeader) -> list[Chunk]:
+    """All chunks of a slot, in the order of its checksum table."""
+    return [
+        Chunk(region, index, SlotSpan(span.offset + start, min(CHUNK_BYTES, span.size_bytes - start)))
+        for region, span in region_spans(arena, slot, trainer).items()
+        for index, start in enumerate(range(0, span.size_bytes, CHUNK_BYTES))
+    ]
+
+
+def read_table(arena: Arena, slot: int, sealed: SealedSlot | None = None) -> bytes:
+    """The checksum table of a slot as it was `sealed`, or is now: 16 bytes per chunk of `chunk_spans`.
+
+    Verified against the keeper header: raises IntegrityError when the slot has been sealed again since.
+    """
+    sealed = sealed or arena.sealed(slot)
+    if sealed is None:
+        raise IntegrityError(f"slot {slot} is not sealed, or its headers are damaged")
+    count = sum(num_chunks(span.size_bytes) for span in region_spans(arena, slot, sealed.trainer).values())
+    if count != sealed.keeper.num_chunks:
+        raise IntegrityError(f"slot {slot}: {sealed.keeper.num_chunks} checksums for {count} chunks")
+    table = arena.segment.read(arena.table_span(slot).offset, count * DIGEST_BYTES)
+    if xxhash.xxh3_128_digest(table) != sealed.keeper.table_digest:
+        raise IntegrityError(f"slot {slot}: the checksum table is damaged")
+    return table
+
+
+# Seal and verification
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,9 @@ from keepstep.keeper.node.effects import (
     WriteLedger,
 )
 from keepstep.keeper.node.events import ArenaAdded, Conn, Event
-from keepstep.keeper.transfer.chunk_server import SlotSuspected
 from keepstep.keeper.transfer.fetch_replicas import ReplicasFetched, ReplicaSources, WaitingRank, find_replicas
 from keepstep.keeper.transfer.fetch_snapshot import FetchEnded
-from keepstep.keeper.transfer.network import CutEnded, KeeperNetwork
+from keepstep.keeper.transfer.network import CutEnded, KeeperNetwork, SlotSuspected
 from keepstep.keeper.transfer.protect import ParityBuilt
 from keepstep.keeper.workers.allocation import ArenaAllocator, describe
 from keepstep.keeper.workers.results import ArenaCreated, Result, Results, SlotsChecked

@@ -306,14 +306,16 @@ class Keeper:
         self._read_progress()
         others = (c for c in self.connections.values() if c.role in ("trainer", "launcher"))
         names = set(self.memory_fds())
+        network, chosen = self.network, self.allocator.chosen
         return status_of(
             self.core,
             self.identity,
             instance=self.instance,
             started=self._started,
             holders=sum(names <= connection.held for connection in others),
-            network=self.network,
-            chosen=self.allocator.chosen,
+            parity_bytes=network.parity_bytes if network is not None else 0,
+            traffic=network.transport.counters() if network is not None else None,
+            slots_reason=chosen.reason if chosen is not None else "",
             takes=list(self.takes.values()),
         )
 

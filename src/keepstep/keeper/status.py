@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from keepstep._version import VERSION
 from keepstep.arena.slots import AUTO
@@ -19,8 +19,6 @@ from keepstep.keeper.node.state import (
     RegisteredTrainer,
     Slot,
 )
-from keepstep.keeper.transfer.network import KeeperNetwork
-from keepstep.keeper.workers.memory_limits import SlotChoice
 from keepstep.types import (
     SKIP_KINDS,
     KeeperStatus,
@@ -59,11 +57,15 @@ def status_of(
     instance: str,
     started: float,
     holders: int,
-    network: KeeperNetwork | None = None,
-    chosen: SlotChoice | None = None,
+    parity_bytes: int = 0,
+    traffic: Mapping[str, float] | None = None,
+    slots_reason: str = "",
     takes: Sequence[TakeCounts] = (),
 ) -> Status:
-    """The status now. Its fields are a contract (`types.Status`)."""
+    """The status now. Its fields are a contract (`types.Status`).
+
+    `traffic`: counters of the transport, if there is one. `slots_reason`: of the slots that this keeper chose.
+    """
     kept = core.orders.active
     protected, group, membership = kept.protected, kept.group, core.orders.membership
     steps = [core.progress.get(index, -1) for index in core.trainers.registered]
@@ -82,8 +84,8 @@ def status_of(
         base_step=core.orders.active.base.step if core.orders.active.base else None,
         ranks=[_rank_status(core, index) for index in indexes],
         memory_bytes=sum(arena.size_bytes for arena in core.arenas.by_id.values())
-        + (network.parity_bytes if network is not None else 0),
-        counters=_counters(core, network, takes), problems=_problems(core, complete),
+        + parity_bytes,
+        counters=_counters(core, traffic or {}, takes), problems=_problems(core, complete),
         protected_step=protected.step if protected else None, target_step=kept.target.step if kept.target else None,
         lag_steps=max(0, max(steps) - protected.step) if protected and steps else None,
         num_nodes=len(membership.nodes) if membership else 1,
@@ -92,20 +94,19 @@ def status_of(
             PeerStatus(node_id, i, node_id == identity.node_id or core.orders.links.get(node_id, False))
             for i, node_id in enumerate(group.members if group is not None else ())
         ],
-        parity_bytes=network.parity_bytes if network is not None else 0,
-        exchange_bytes_s=network.transport.counters().get("rate_in_bytes_s", 0.0) if network is not None else 0.0,
+        parity_bytes=parity_bytes, exchange_bytes_s=(traffic or {}).get("rate_in_bytes_s", 0.0),
         min_node_period_s=core.protection.exchange_s,
-        slots=arenas.slots_per_rank(core) if core.arenas.by_id else 0, slots_reason=_slots_reason(core, chosen),
+        slots=arenas.slots_per_rank(core) if core.arenas.by_id else 0, slots_reason=_slots_reason(core, slots_reason),
     )  # fmt: skip
 
 
-def _slots_reason(core: NodeState, chosen: SlotChoice | None) -> str:
+def _slots_reason(core: NodeState, chosen: str) -> str:
     registers = [trainer.register for trainer in core.trainers.registered.values()]
     if not registers or not core.arenas.by_id:
         return ""
     if registers[0].slots != AUTO:
         return "arena.slots"
-    return f"auto: {chosen.reason}" if chosen is not None else "auto: chosen by the keeper before this one"
+    return f"auto: {chosen or 'chosen by the keeper before this one'}"
 
 
 def _state(core: NodeState) -> str:
@@ -120,11 +121,9 @@ def _survives_of(core: NodeState, version: Version | None) -> Survives:
     return Survives.NODE if version == core.orders.active.protected else Survives.PROCESS
 
 
-def _counters(core: NodeState, network: KeeperNetwork | None, takes: Sequence[TakeCounts]) -> dict[str, float]:
-    counters = dict(core.counters) | _take_counters(takes)
-    if network is not None:
-        counters |= {f"{PEERS}{name}": value for name, value in network.transport.counters().items()}
-    return counters
+def _counters(core: NodeState, traffic: Mapping[str, float], takes: Sequence[TakeCounts]) -> dict[str, float]:
+    of_peers = {f"{PEERS}{name}": value for name, value in traffic.items()}
+    return core.counters | _take_counters(takes) | of_peers
 
 
 def _take_counters(takes: Sequence[TakeCounts]) -> dict[str, float]:

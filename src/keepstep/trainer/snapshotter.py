@@ -16,8 +16,7 @@ from typing import Any, Self
 from keepstep.config import Config, resolve
 from keepstep.errors import ConfigError
 from keepstep.trainer.capture.capture import Capture
-from keepstep.trainer.capture.grants import GrantReader, Skip, SlotGrant
-from keepstep.trainer.capture.take_wait import TakeStatistics, TakeWait
+from keepstep.trainer.capture.grants import GrantReader, Skip, SlotGrant, TakeStatistics, TakeWait
 from keepstep.trainer.connection.environment import World, find_identity, find_place, warn_about_shared_store
 from keepstep.trainer.connection.keeper_link import KeeperLink, RankState
 from keepstep.trainer.memory.rank_arena import RankArena

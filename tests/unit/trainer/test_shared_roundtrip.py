@@ -16,7 +16,7 @@ from torch import nn
 
 from keepstep import Config, IntegrityError, RecoveryError, Snapshotter, Survives
 from keepstep import layout as layouts
-from keepstep.arena.chunks import chunk_spans, read_table
+from keepstep.arena.checksum import chunk_spans, read_table
 from keepstep.arena.slots import DIGEST_BYTES, Arena
 from keepstep.config import ArenaConfig, ParityConfig, TakeConfig
 from keepstep.control.messages import ReplicaSetSource, RestoreFrom, WantRestore

@@ -33,9 +33,8 @@ from keepstep.keeper.transfer.stripe_reads import (
     StripeReader,
     fetch_bytes,
 )
-from keepstep.keeper.transfer.transfer_thread import TransferThread
 from keepstep.keeper.workers.manifest import MAX_MANIFEST_BYTES
-from keepstep.keeper.workers.results import Result, Results
+from keepstep.keeper.workers.results import Result, Results, TransferThread
 from keepstep.keeper.workers.sealed_snapshot import SealedSnapshot, open_sealed
 from keepstep.layout import CHUNK_BYTES, SHARE, ReplicaSet, align
 from keepstep.parity.code import Code

@@ -19,7 +19,7 @@ import xxhash
 from keepstep import layout as layouts
 from keepstep.arena import checksum
 from keepstep.arena import records as h
-from keepstep.arena.chunks import LAYOUT, SHARED, VALUES, Chunk, chunk_spans
+from keepstep.arena.checksum import LAYOUT, SHARED, VALUES, Chunk, chunk_spans
 from keepstep.arena.records import TrainerHeader
 from keepstep.arena.slots import Arena
 from keepstep.errors import Error, IntegrityError
@@ -41,11 +41,10 @@ from keepstep.keeper.transfer.stripe_reads import (
     StripeReader,
     fetch_bytes,
 )
-from keepstep.keeper.transfer.transfer_thread import TransferThread
 from keepstep.keeper.workers import manifest as manifests
 from keepstep.keeper.workers.allocation import ArenaAllocator, describe
 from keepstep.keeper.workers.manifest import MAX_MANIFEST_BYTES, NodeManifest, RankManifest, TableChunk
-from keepstep.keeper.workers.results import Result, Results
+from keepstep.keeper.workers.results import Result, Results, TransferThread
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.parity_buffer import ParityGroup
 from keepstep.recovery.plan import RankSource

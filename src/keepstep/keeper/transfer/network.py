@@ -20,31 +20,32 @@ import msgspec
 from keepstep.arena.slots import Arena
 from keepstep.config import Config
 from keepstep.control.messages import NodeCard
-from keepstep.errors import ConfigError
+from keepstep.errors import ConfigError, Error
 from keepstep.identity import Identity
 from keepstep.keeper.coordinator import messages
 from keepstep.keeper.node.effects import FetchSnapshot, FreeParity, SendToPeer, SetPeers, StartExchange, StopExchange
 from keepstep.keeper.node.events import ParityPlaced, PeerLink, PeerMessage
-from keepstep.keeper.transfer.chunk_server import ChunkServer
-from keepstep.keeper.transfer.chunk_store import ChunkStore
+from keepstep.keeper.transfer.chunk_store import CHECK, REBUILT, ChunkRequest, ChunkStore
 from keepstep.keeper.transfer.fetch_replicas import ReplicaCache
 from keepstep.keeper.transfer.fetch_snapshot import FetchEnded, SnapshotFetch
 from keepstep.keeper.transfer.protect import ParityBufferPool, ParityBuilder, ParityBuilt
 from keepstep.keeper.transfer.rebuild import Rebuilder
 from keepstep.keeper.transfer.stripe_reads import ChunkClient, FetchSettings
-from keepstep.keeper.transfer.transfer_thread import TransferThread
 from keepstep.keeper.workers.allocation import ArenaAllocator
-from keepstep.keeper.workers.results import Result, Results
+from keepstep.keeper.workers.results import Result, Results, TransferThread
 from keepstep.parity.cost_model import WINDOW_BYTES
 from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.recovery.inventory import ParitySet, SetKey
-from keepstep.transport.interface import TIMEOUT_S, Body, Peer, Transport
+from keepstep.transport.interface import TIMEOUT_S, Body, Peer, Refusal, Transport
 from keepstep.transport.tcp import TcpOptions, TcpTransport
+from keepstep.types import Version
 
 log = logging.getLogger("keepstep.keeper")
 JOIN_S = 5.0
 ADDRESS_FILE = "peers.json"
 MAX_UNLISTED_PEERS = 64
+
+_request_decoder = msgspec.msgpack.Decoder(ChunkRequest)
 
 
 class KeeperAddress(msgspec.Struct, frozen=True):
@@ -67,6 +68,15 @@ class KeeperAddress(msgspec.Struct, frozen=True):
     def write(self, path: Path) -> None:
         with contextlib.suppress(OSError):
             path.write_bytes(msgspec.json.encode(self))
+
+
+@dataclass(frozen=True)
+class SlotSuspected(Result):
+    """A peer received bytes of this slot that do not match their checksum: verify it."""
+
+    arena_id: str
+    slot: int
+    version: Version
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,6 @@ class KeeperNetwork:
         client = ChunkClient(self.store, self.transport)
         rebuilder = Rebuilder(client, timeout_s=TIMEOUT_S)
         self._client, self._rebuilder = client, rebuilder
-        self._server = ChunkServer(self.store, rebuilder, results)
         self.replicas = ReplicaCache(client, self._settings, results)
 
         host, port = self.transport.card_address()
@@ -136,7 +145,27 @@ class KeeperNetwork:
         self._results.put(PeerLink(node_id, up, reason))
 
     def serve(self, node_id: str, query: bytes) -> Body:
-        return self._server.answer(node_id, query)  # never before `set_peers`: no peer is authenticated without secret
+        """The bytes that a peer asks for, never before `set_peers`: no peer is authenticated without secret.
+
+        Raises Refusal with the reason.
+        """
+        try:
+            request = _request_decoder.decode(query)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise Refusal(f"not a request: {error}") from error
+        if request.kind == REBUILT:
+            return self._rebuilder.rebuild(request)
+        if request.kind == CHECK and request.version is not None:
+            return self._suspect(request.version, request.rank)
+        return self.store.read(request)
+
+    def _suspect(self, version: Version, rank: int) -> Body:
+        try:
+            snapshot = self.store.snapshot(version, rank)
+        except (OSError, Error) as error:
+            raise Refusal(str(error)) from error
+        self._results.put(SlotSuspected(snapshot.arena.arena_id, snapshot.slot, version))
+        return Body.of_bytes(b"")
 
     # Links
 

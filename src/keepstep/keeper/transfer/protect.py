@@ -31,11 +31,10 @@ from keepstep.keeper.transfer.stripe_reads import (
     StripeReader,
     fetch_bytes,
 )
-from keepstep.keeper.transfer.transfer_thread import TransferThread
 from keepstep.keeper.workers import manifest as manifests
 from keepstep.keeper.workers import memory_limits
 from keepstep.keeper.workers.manifest import MAX_MANIFEST_BYTES, NodeManifest
-from keepstep.keeper.workers.results import Result, Results
+from keepstep.keeper.workers.results import Result, Results, TransferThread
 from keepstep.layout import CHUNK_BYTES
 from keepstep.parity.code import Code
 from keepstep.parity.parity_buffer import ParityBuffer, ParityGroup, size_needed

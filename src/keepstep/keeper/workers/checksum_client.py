@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from keepstep.arena.chunks import Chunk
+from keepstep.arena.checksum import Chunk
 from keepstep.arena.slots import DIGEST_BYTES, Arena
 from keepstep.keeper.workers import checksum_worker as worker
 

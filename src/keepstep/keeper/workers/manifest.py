@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from keepstep import layout as layouts
-from keepstep.arena.chunks import LAYOUT, SHARED, UNIQUE, VALUES, read_table
+from keepstep.arena.checksum import LAYOUT, SHARED, UNIQUE, VALUES, read_table
 from keepstep.arena.records import BODY_BYTES, TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena
 from keepstep.errors import IntegrityError

@@ -1,7 +1,11 @@
-"""What threads hand to the keeper's loop: an event for the core, or a result that carries memory or an answer."""
+"""What threads hand to the keeper's loop: an event for the core, or a result that carries memory or an answer.
+
+A thread that moves bytes until it is done or stopped is a TransferThread; its end is a result too.
+"""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +28,18 @@ class Result:
 
     def close(self) -> None:
         """Free the memory that it carries: the keeper ended before its loop took it."""
+
+
+class TransferThread(threading.Thread):
+    """Subclasses implement `run` and check `stopped`. Its end is a result in the keeper's queue, not an exception."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=f"keepstep-{name}", daemon=True)
+        self.stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Ask it to end. Until it has, what it writes to is its own."""
+        self.stopped.set()
 
 
 @dataclass(frozen=True)

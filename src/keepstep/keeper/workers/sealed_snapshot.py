@@ -1,16 +1,27 @@
-"""A sealed slot opened for reading: its chunks, their checksums, and where chunks of replica sets are."""
+"""A sealed slot opened for reading: its chunks, their checksums, and where chunks of replica sets are.
+
+A layout is the same for thousands of snapshots, and with many tensors it takes longer to decode than the bytes take to
+hash (40,000 tensors: 0.3 s). So each layout is decoded once, and only what the keeper needs of it is cached: the
+positions of chunks, not the tensors inside.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from keepstep.arena.chunks import LAYOUT, UNIQUE, VALUES, Chunk, chunk_spans, read_table, region_spans
+import msgspec
+
+from keepstep import layout as layouts
+from keepstep.arena.checksum import LAYOUT, UNIQUE, VALUES, Chunk, chunk_spans, read_table, region_spans
+from keepstep.arena.records import TrainerHeader
 from keepstep.arena.slots import DIGEST_BYTES, Arena, SealedSlot
 from keepstep.errors import IntegrityError
-from keepstep.keeper.workers.layout_index import LayoutIndex, LayoutIndexCache, decode_layout
-from keepstep.layout import Layout, num_chunks
+from keepstep.layout import CHUNK_BYTES, Layout, ReplicaSet, num_chunks
 
-_layouts = LayoutIndexCache()
+MAX_LAYOUTS = 256  # eight ranks, each with one for every turn of its shares
+MAX_CHUNKS = 400_000  # of all cached layouts together: some 60 MB
 
 
 @dataclass
@@ -81,3 +92,79 @@ def open_sealed(arena: Arena, slot: int, sealed: SealedSlot | None = None) -> Se
     if sealed is None:
         raise IntegrityError(f"slot {slot} is not sealed any more")
     return SealedSnapshot(arena, slot, sealed, read_table(arena, slot, sealed))
+
+
+# Layouts
+
+
+@dataclass(frozen=True)
+class LayoutIndex:
+    """Positions of chunks. Numbers count the chunks of the slot's shared part."""
+
+    replica_sets: tuple[ReplicaSet, ...]  # without their tensors and holders
+    data: dict[tuple[str, int], int]  # (class_id, chunk of the set) -> number
+    parity: dict[tuple[str, int, int], int]  # (class_id, stripe row, row of the code) -> number
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.data) + len(self.parity)
+
+
+def index_of(layout: Layout) -> LayoutIndex:
+    data: dict[tuple[str, int], int] = {}
+    parity: dict[tuple[str, int, int], int] = {}
+    for replica_set in layout.replica_sets:
+        for stored in replica_set.stored():
+            number = (stored.offset - layout.shared_offset) // CHUNK_BYTES
+            if stored.chunk >= 0:
+                data[replica_set.class_id, stored.chunk] = number
+            else:
+                parity[replica_set.class_id, stored.row, stored.code_row] = number
+    bare = [msgspec.structs.replace(one, entries=(), ranks=(), nodes=()) for one in layout.replica_sets]
+    return LayoutIndex(tuple(bare), data, parity)
+
+
+def decode_layout(trainer: TrainerHeader, encoded: bytes) -> Layout:
+    """The layout of a slot. Raises IntegrityError when it does not belong to the header."""
+    if layouts.digest(encoded) != trainer.layout_digest:
+        raise IntegrityError("the layout does not match its digest")
+    layout = layouts.decode(encoded, payload_bytes=trainer.payload_bytes)
+    if layout.replica_sets and layout.shared_offset != trainer.shared_offset:
+        raise IntegrityError("the layout and its header differ in where the shared part begins")
+    return layout
+
+
+class LayoutIndexCache:
+    """Indexes of the layouts that were used last. For any thread."""
+
+    def __init__(self, max_layouts: int = MAX_LAYOUTS, max_chunks: int = MAX_CHUNKS) -> None:
+        self._max_layouts, self._max_chunks = max_layouts, max_chunks
+        self._lock = threading.Lock()
+        self._indexes: dict[tuple[bytes, int, int], LayoutIndex] = {}  # the most recently used comes last
+        self.num_chunks = 0
+
+    def __len__(self) -> int:
+        return len(self._indexes)
+
+    def of(self, trainer: TrainerHeader, read: Callable[[], bytes]) -> LayoutIndex:
+        """The index of a slot; `read` is called if its layout is not cached. Raises as `decode_layout` does."""
+        key = (trainer.layout_digest, trainer.payload_bytes, trainer.shared_offset)
+        with self._lock:
+            cached = self._indexes.pop(key, None)
+            if cached is not None:
+                self._indexes[key] = cached
+                return cached
+        index = index_of(decode_layout(trainer, read()))
+        with self._lock:
+            if key not in self._indexes:  # another thread may have been faster
+                self._indexes[key] = index
+                self.num_chunks += index.num_chunks
+            while len(self._indexes) > 1 and self._is_full():
+                self.num_chunks -= self._indexes.pop(next(iter(self._indexes))).num_chunks
+        return index
+
+    def _is_full(self) -> bool:
+        return len(self._indexes) > self._max_layouts or self.num_chunks > self._max_chunks
+
+
+_layouts = LayoutIndexCache()

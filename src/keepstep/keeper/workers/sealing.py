@@ -16,7 +16,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 import msgspec
 
 from keepstep.arena import checksum
-from keepstep.arena.chunks import Chunk
+from keepstep.arena.checksum import Chunk
 from keepstep.arena.slots import Arena, SealedSlot
 from keepstep.config import KeeperConfig
 from keepstep.control.messages import VerifyResult

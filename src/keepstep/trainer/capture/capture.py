@@ -31,18 +31,15 @@ from keepstep.arena.records import TrainerHeader
 from keepstep.config import TakeConfig
 from keepstep.errors import CaptureError
 from keepstep.layout import SnapshotSize
-from keepstep.trainer.capture.device_copy import DeviceTransfer
+from keepstep.trainer.capture.device_copy import DeviceTransfer, TransferPlans
 from keepstep.trainer.capture.device_lane import DeviceLanes
-from keepstep.trainer.capture.eager_copy import EagerCopier, StagedCopy
-from keepstep.trainer.capture.host_copy import CaptureCost, HostCopier
+from keepstep.trainer.capture.host_copy import CaptureCost, EagerCopier, HostCopier, RateCap, StagedCopy
 from keepstep.trainer.capture.next_checks import FULL_CHECKS, NextChecks
-from keepstep.trainer.capture.rate_cap import RateCap
-from keepstep.trainer.capture.slot_targets import SlotTargets, TargetCache
 from keepstep.trainer.capture.small_tensors import SmallTensorBatches
 from keepstep.trainer.connection.environment import RankPlace
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import frame
-from keepstep.trainer.memory.arena_view import ArenaView
+from keepstep.trainer.memory.arena_view import ArenaView, SlotTargets, TargetCache
 from keepstep.trainer.plan.copy_plan import CopyOp, CopyPlan, CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
 from keepstep.trainer.plan.plan_cache import CachedPlan, PlanCache
@@ -112,7 +109,7 @@ class Capture:
         self._copied: queue.Queue[tuple[CaptureJob, str] | None] = queue.Queue(maxsize=2)
         self.lanes = DeviceLanes(config)
         self._small = SmallTensorBatches()
-        self._targets = TargetCache(self._small)
+        self._targets, self._transfers = TargetCache(), TransferPlans(self._small)
         self._prepared = NextChecks(config, self.lanes, self._small)
         self.spent = CaptureCost()
         self._cap = RateCap(config.rate_bytes_s)
@@ -216,7 +213,7 @@ class Capture:
         checks: SnapshotChecks,
     ) -> DeviceTransfer:
         """Plan the copies from one device. They begin at the current end of its compute stream."""
-        transfer_plan = self._targets.transfer(targets, schedule, device)
+        transfer_plan = self._transfers.of(targets, schedule, device)
         clones = [pair for pair in staged if pair[1].device == device]
         return DeviceTransfer(self.lanes.of(device), transfer_plan, clones, checks)
 

@@ -21,15 +21,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 
 from keepstep import faults
 from keepstep.layout import align
 from keepstep.trainer.capture.device_lane import PIECE_BYTES, DeviceLane, timing_event
-from keepstep.trainer.capture.rate_cap import RateCap
-from keepstep.trainer.capture.small_tensors import SmallTensorBatch, foreach_copies
+from keepstep.trainer.capture.host_copy import RateCap
+from keepstep.trainer.capture.small_tensors import SmallTensorBatch, SmallTensorBatches, foreach_copies
 from keepstep.trainer.integrity.checks import SnapshotChecks
+from keepstep.trainer.memory.arena_view import SlotTargets
 from keepstep.trainer.memory.pinned import copy_to_host
 from keepstep.trainer.plan.copy_plan import CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp, ParityRun, parity_runs
@@ -102,6 +104,21 @@ class TransferPlan:
     def owners(self) -> frozenset[int]:
         sets = {piece.owners for piece in self.pieces} | {batch.owners for batch in self.batches}
         return frozenset[int]().union(*sets)
+
+
+class TransferPlans:
+    """Transfer plans by slot and source device; they are freed with the targets of the slot."""
+
+    def __init__(self, batches: SmallTensorBatches) -> None:
+        self._batches = batches
+        self._plans: WeakKeyDictionary[SlotTargets, dict[torch.device, TransferPlan]] = WeakKeyDictionary()
+
+    def of(self, targets: SlotTargets, schedule: CopySchedule, device: torch.device) -> TransferPlan:
+        plans = self._plans.setdefault(targets, {})
+        if device not in plans:
+            batches = [batch for batch in self._batches.lazy(schedule) if batch.buffer.device == device]
+            plans[device] = TransferPlan.build(targets.payload, schedule, device, batches)
+        return plans[device]
 
 
 class DeviceTransfer:

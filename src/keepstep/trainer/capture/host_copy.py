@@ -1,10 +1,13 @@
-"""Copies of host memory: small tensors inside `take`, all else on the copy thread, at a capped rate if one is set."""
+"""Copies that the host makes. Inside `take`: small tensors, and tensors whose writer is not fenced (eager copies).
+
+All else is copied by the copy thread, at a capped rate if one is set.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -12,10 +15,10 @@ import numpy as np
 import torch
 
 from keepstep import faults
+from keepstep.config import TakeConfig
 from keepstep.errors import CaptureError
 from keepstep.layout import ALIGN
 from keepstep.trainer.capture.device_lane import PIECE_BYTES
-from keepstep.trainer.capture.rate_cap import RateCap
 from keepstep.trainer.capture.small_tensors import adjacent_runs
 from keepstep.trainer.plan.copy_plan import CopyOp, CopySchedule
 from keepstep.trainer.plan.parity_ops import ParityOp
@@ -24,7 +27,10 @@ from keepstep.trainer.state.optimizer_fence import CopyGate
 THROTTLED_PIECE_BYTES = 1 << 20
 MAX_BUFFERS_PER_CALL = 1024  # IOV_MAX
 MAX_BYTES_PER_CALL = 1 << 30  # The system writes at most 2 GiB per call, and reports the rest only by a short count.
+FIRST_GUESS_BYTES_S = 2e9  # Until a rate was measured.
+MIN_MEASURED_S = 0.01  # Shorter copies say little about the rate.
 
+StagedCopy = tuple[torch.Tensor, torch.Tensor]  # (target, clone on the device)
 _ZEROS = memoryview(bytes(ALIGN))
 
 
@@ -83,6 +89,76 @@ class CaptureCost:
     eager_s: float = 0.0
     copied_bytes: int = 0
     copy_s: float = 0.0
+
+
+class RateCap:
+    """Bytes per second that copies after `take` may read (`take.rate_bytes_s`); 0: no cap."""
+
+    def __init__(self, rate_bytes_s: float) -> None:
+        self.rate_bytes_s = rate_bytes_s
+
+    def pace(self, size_bytes: int, gates: Iterable[CopyGate]) -> None:
+        """Pause for as long as a copy of this size may take, unless an optimizer waits at one of these gates."""
+        if self.rate_bytes_s:
+            gate = min(gates, key=id)
+            if not gate.waited_for.is_set():
+                gate.waited_for.wait(size_bytes / self.rate_bytes_s)
+
+
+class EagerCopier:
+    """Inside `take`: copies host tensors into the arena, and clones those of devices, which are copied behind it."""
+
+    def __init__(self, config: TakeConfig, spent: CaptureCost) -> None:
+        self._config, self._spent = config, spent
+
+    def check_budget(self, ops: Sequence[CopyOp | ParityOp]) -> None:
+        """Raise CaptureError when these copies would hold `take` for longer than `take.budget_ms`."""
+        size = sum(op.read_bytes for op in ops if op.device.type == "cpu")
+        spent = self._spent
+        rate = spent.eager_bytes / spent.eager_s if spent.eager_s > MIN_MEASURED_S else FIRST_GUESS_BYTES_S
+        expected_ms = 1000 * size / rate
+        if expected_ms > self._config.budget_ms:
+            largest = max(ops, key=lambda op: op.size_bytes)
+            raise CaptureError(
+                f"{size:,} bytes whose writer is not fenced would hold take for {expected_ms:.0f} ms "
+                f"(largest: {largest.path})",
+                hint="put the optimizer that writes them into the state, or raise KEEPSTEP_TAKE_BUDGET_MS",
+            )
+
+    def copy(self, ops: Sequence[CopyOp | ParityOp], targets: Sequence[torch.Tensor]) -> list[StagedCopy]:
+        """Copy what is on the host, clone what is on devices. Returns the clones."""
+        if not ops:
+            return []
+        started = time.perf_counter()
+        staged: list[StagedCopy] = []
+        host_targets: list[torch.Tensor] = []
+        host_sources: list[torch.Tensor] = []
+        coded_bytes = 0
+        for op, target in zip(ops, targets, strict=True):
+            if isinstance(op, ParityOp):
+                coded_bytes += self._encode(op, target, staged)
+                continue
+            source = op.block.source() if op.block.materialise else op.source
+            if source.device.type == "cpu":
+                host_targets.append(target)
+                host_sources.append(source)
+            else:
+                staged.append((target, source.clone()))
+        if host_targets:
+            faults.point("capture.eager")
+            torch._foreach_copy_(host_targets, host_sources)
+        if host_targets or coded_bytes:
+            self._spent.eager_bytes += sum(source.numel() for source in host_sources) + coded_bytes
+            self._spent.eager_s += time.perf_counter() - started
+        return staged
+
+    def _encode(self, op: ParityOp, target: torch.Tensor, staged: list[StagedCopy]) -> int:
+        """Returns the bytes that were read on the host."""
+        if op.device.type == "cpu":
+            op.compute(target)
+            return op.read_bytes
+        staged.append((target, op.compute(torch.empty_like(target, device=op.device))))
+        return 0
 
 
 class HostCopier:

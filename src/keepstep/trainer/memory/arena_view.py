@@ -1,10 +1,16 @@
-"""The trainer's writable view of its arena: slots as byte tensors, their layouts, the preparation of its memory."""
+"""The trainer's writable view of its arena: slots as byte tensors, their layouts, the preparation of its memory.
+
+The target of each copy in a slot is a view too, made once for thousands of snapshots (SlotTargets).
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Sequence
+from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -12,7 +18,8 @@ import torch
 from keepstep.arena.memfd import Mapping
 from keepstep.arena.slots import Arena
 from keepstep.trainer.memory import pinned
-from keepstep.trainer.plan.copy_plan import CopyPlan
+from keepstep.trainer.plan.copy_plan import CopyOp, CopyPlan, CopySchedule
+from keepstep.trainer.plan.parity_ops import ParityOp
 
 log = logging.getLogger("keepstep")
 
@@ -89,3 +96,46 @@ class ArenaView:
         del self.bytes
         self.mapping.close()
         self.arena.close()
+
+
+class SlotTargets:
+    """Target of each operation, in the order of the schedule."""
+
+    def __init__(self, payload: torch.Tensor, schedule: CopySchedule) -> None:
+        # Its lists, not the schedule: that is the weak key of the cache which holds this object.
+        self.payload, self._eager, self._lazy_on_host = payload, schedule.eager, schedule.lazy_on_host
+
+    @cached_property
+    def eager(self) -> list[torch.Tensor]:
+        return _places(self.payload, self._eager)
+
+    @cached_property
+    def lazy_on_host(self) -> list[torch.Tensor]:
+        """For the copy thread: thousands of views take milliseconds to make."""
+        return _places(self.payload, self._lazy_on_host)
+
+
+class TargetCache:
+    """Targets by schedule and slot, of one arena at a time; they are freed with the schedule."""
+
+    def __init__(self) -> None:
+        self._view: ArenaView | None = None
+        self._targets: WeakKeyDictionary[CopySchedule, dict[int, SlotTargets]] = WeakKeyDictionary()
+
+    def targets(self, view: ArenaView, slot: int, schedule: CopySchedule) -> SlotTargets:
+        if view is not self._view:
+            self.clear()
+            self._view = view
+        by_slot = self._targets.setdefault(schedule, {})
+        if slot not in by_slot:
+            by_slot[slot] = SlotTargets(view.payload(slot), schedule)
+        return by_slot[slot]
+
+    def clear(self) -> None:
+        """Call it before the arena is closed: as long as a view of it exists, its memory stays mapped."""
+        self._view = None
+        self._targets.clear()
+
+
+def _places(payload: torch.Tensor, ops: Sequence[CopyOp | ParityOp]) -> list[torch.Tensor]:
+    return [payload[op.offset : op.offset + op.size_bytes] for op in ops]

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import xxhash
 
 from keepstep.layout import SHARE, Layout, digest
 from keepstep.trainer.plan.parity_ops import ParityOp, parity_ops
-from keepstep.trainer.plan.replica_shares import ReplicaShares, chunk_runs, entry_ranges, gaps, turn_of
+from keepstep.trainer.plan.replica_shares import ReplicaShares, chunk_runs, entry_ranges, gaps
 from keepstep.trainer.plan.tensor_blocks import Block, Blocks, SharedBlocks, turned
 from keepstep.trainer.state.optimizer_fence import WatchedOptimizer
 
@@ -136,13 +137,18 @@ class PlanTurns:
         self._plans = {0: self.first}
 
     def at(self, step: int) -> CopyPlan:
-        turn = turn_of(step, self._num_turns)
+        turn = _turn_of(step, self._num_turns)
         if turn not in self._plans:
             assert self._sharing is not None
             plan = plan_copies(turned(self._blocks, self._sharing, turn), self._watched, self._small_bytes)
             plan.history = self.first.history
             self._plans[turn] = plan
         return self._plans[turn]
+
+
+def _turn_of(step: int, num_turns: int) -> int:
+    """Drawn from the step, on which all ranks agree. Hashed: a step may share a factor with the number of nodes."""
+    return xxhash.xxh3_64_intdigest(step.to_bytes(8, "little")) % num_turns
 
 
 def plan_copies(blocks: Blocks, watched: list[WatchedOptimizer], small_bytes: int) -> CopyPlan:

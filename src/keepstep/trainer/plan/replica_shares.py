@@ -7,7 +7,7 @@ share   the nodes are one stripe of an erasure code: each stores 1/n of the chun
 All ranks compute the same answer without communication: it follows from which ranks hold the set, on which nodes.
 
 In share mode a rank reads its own chunks and those that its parity covers. The shares move on from version to version
-(`turn_of`): in time every rank has read all of its replica, and the digests of the keepers find a replica that has
+(`PlanTurns`): in time every rank has read all of its replica, and the digests of the keepers find a replica that has
 diverged (PROTOCOL 51).
 """
 
@@ -16,8 +16,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import xxhash
 
 from keepstep.layout import CHUNK_BYTES, FULL, SHARE, Entry, ReplicaSet, class_id, num_chunks
 from keepstep.parity.placement import NodePlace, ShareMap, cut_groups
@@ -99,11 +97,6 @@ class ReplicaShares:
         position = nodes.index(self._own_node)
         data, parity = shares.data_of(position), shares.parity_of(position)
         return len(nodes), m, turn, tuple(data[first::step]), tuple(parity[first::step])
-
-
-def turn_of(step: int, num_turns: int) -> int:
-    """Drawn from the step, on which all ranks agree. Hashed: a step may share a factor with the number of nodes."""
-    return xxhash.xxh3_64_intdigest(step.to_bytes(8, "little")) % num_turns
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from keepstep.arena import memfd as segments
-from keepstep.arena.checksum import read_digests
-from keepstep.arena.chunks import Chunk
+from keepstep.arena.checksum import Chunk, read_digests
 from keepstep.arena.slots import CHUNK_BYTES, Arena, SlotSpan, plan_header
 from keepstep.keeper.workers import checksum_client as module
 from keepstep.keeper.workers.checksum_client import ChecksumClient
@@ -267,7 +266,7 @@ def test_it_ends_with_the_keeper_however_that_ends() -> None:
     keeper = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent("""
             import time
-            from keepstep.arena.chunks import Chunk
+            from keepstep.arena.checksum import Chunk
             from keepstep.arena.slots import Arena, SlotSpan, plan_header
             from keepstep.keeper.workers.checksum_client import ChecksumClient
             from keepstep.layout import SnapshotSize

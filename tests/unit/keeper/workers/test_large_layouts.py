@@ -24,9 +24,8 @@ from keepstep.keeper.transfer import chunk_store
 from keepstep.keeper.transfer.chunk_store import STREAM, ChunkRequest, ChunkStore
 from keepstep.keeper.transfer.fetch_replicas import find_replicas
 from keepstep.keeper.workers import sealed_snapshot
-from keepstep.keeper.workers.layout_index import LayoutIndex, LayoutIndexCache
 from keepstep.keeper.workers.replica_digests import set_digests
-from keepstep.keeper.workers.sealed_snapshot import SealedSnapshot, open_sealed
+from keepstep.keeper.workers.sealed_snapshot import LayoutIndex, LayoutIndexCache, SealedSnapshot, open_sealed
 from keepstep.layout import CHUNK_BYTES, FULL, Entry, Layout, ReplicaSet, SnapshotSize, TensorView, class_id, digest
 from keepstep.transport.interface import Refusal
 from keepstep.types import Incarnation, Version

@@ -19,7 +19,7 @@ import torch
 from keepstep.trainer.capture import device_copy, device_lane
 from keepstep.trainer.capture.device_copy import DeviceTransfer, TransferPlan, cut
 from keepstep.trainer.capture.device_lane import DeviceLane, QueuedWork, StagingPolicy
-from keepstep.trainer.capture.rate_cap import RateCap
+from keepstep.trainer.capture.host_copy import RateCap
 from keepstep.trainer.capture.small_tensors import make_batches
 from keepstep.trainer.integrity.checks import SnapshotChecks
 from keepstep.trainer.integrity.fingerprints import DeviceFingerprints

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from keepstep.arena.records import Grant, Progress
-from keepstep.trainer.capture.grants import GrantReader, Skip, SlotGrant
-from keepstep.trainer.capture.take_wait import PAUSE_S, TakeStatistics, TakeWait
+from keepstep.trainer.capture.grants import PAUSE_S, GrantReader, Skip, SlotGrant, TakeStatistics, TakeWait
 from keepstep.types import COPYING, LATER_STEP, NO_GRANT, NO_KEEPER, NO_MEMORY, SEALING, Incarnation, TakeCounts
 
 LIFE = Incarnation(1, 2)

@@ -10,7 +10,7 @@ import xxhash
 from seals import seal, verify
 
 from keepstep.arena import records as h
-from keepstep.arena.chunks import REGIONS, chunk_spans, read_table
+from keepstep.arena.checksum import REGIONS, chunk_spans, read_table
 from keepstep.arena.records import TrainerHeader
 from keepstep.arena.slots import CHUNK_BYTES, DIGEST_BYTES, PAGE, Arena, plan_header
 from keepstep.errors import IntegrityError
