@@ -18,6 +18,10 @@ MOST_LINES = 450
 MOST_SUBJECT = 72
 FIRST_COMMIT = "1aef291"  # Subjects are checked from here on; those before it are longer.
 
+# A change in the last module of a chain may be felt in all of them; who wires too much knows too much.
+LONGEST_CHAINS = {"trainer": 9, "keeper": 10}
+MOST_IMPORTS = {"trainer/snapshotter.py": 14}
+
 # What one has to read to believe that no state is lost; everything else is a leaf behind an interface.
 READING_CORE = (
     "trainer/snapshotter.py", "trainer/results.py", "trainer/capture", "trainer/state/optimizer_fence.py", "arena",
@@ -89,6 +93,54 @@ def test_comments_are_comments() -> None:
                 if isinstance(statement.value.value, str) and not docstring and not field:
                     strings.append(f"{name_of(path)}:{statement.lineno}")
     assert strings == []
+
+
+def imports_of(path: Path, tree: ast.Module) -> set[str]:
+    """The modules of keepstep that a module imports, wherever in it: `if TYPE_CHECKING` hides nothing."""
+    package = ["keepstep", *path.relative_to(SOURCE).parent.parts]
+    imported: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            parent = ".".join([*base, *([node.module] if node.module else [])])
+            imported.update(parent if is_module(parent) else f"{parent}.{alias.name}" for alias in node.names)
+    return {name for name in imported if is_module(name)}
+
+
+def is_module(name: str) -> bool:
+    return name.startswith("keepstep.") and (SOURCE.parent / f"{name.replace('.', '/')}.py").is_file()
+
+
+def longest_chain(imports: dict[str, set[str]], package: str) -> list[str]:
+    """The longest chain of imports between modules of a package."""
+    chains: dict[str, list[str]] = {}
+
+    def chain_from(name: str) -> list[str]:
+        if name not in chains:
+            inside = [other for other in imports[name] if other.startswith(f"keepstep.{package}.")]
+            chains[name] = [name, *max(map(chain_from, inside), key=len, default=[])]
+        return chains[name]
+
+    return max((chain_from(name) for name in imports if name.startswith(f"keepstep.{package}.")), key=len)
+
+
+def test_chains_of_imports_are_short() -> None:
+    imports = {
+        "keepstep." + name_of(path).removesuffix(".py").replace("/", "."): imports_of(path, tree)
+        for path, tree in trees()
+        if path.name != "__init__.py"
+    }
+    for package, most in LONGEST_CHAINS.items():
+        chain = longest_chain(imports, package)
+        assert len(chain) <= most, " > ".join(chain)
+
+
+def test_no_module_wires_too_much_together() -> None:
+    for path, tree in trees():
+        imported = imports_of(path, tree)
+        assert len(imported) <= MOST_IMPORTS.get(name_of(path), len(imported)), sorted(imported)
 
 
 def test_reading_core_can_be_read_in_an_evening() -> None:
