@@ -12,18 +12,22 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 FAST_LOG := .tests-computing.log
 
-.PHONY: demo test lint unit chaos bench clean
+.PHONY: demo test lint unit docs chaos bench clean
 
 demo: $(STAMP)
 	$(BIN)/keepstep demo --out demo-out
 
 test: lint unit
 
-lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+lint: $(STAMP) docs
+	$(BIN)/ruff check src tests benchmarks examples mkdocs_links.py
+	$(BIN)/ruff format --check src tests benchmarks examples mkdocs_links.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# The site, in build/site. No network; a link that leads nowhere fails.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Two runs side by side, because there are two cores: tests that compute, and tests that start torch again and again.
 # tests/conftest.py says which is which.
