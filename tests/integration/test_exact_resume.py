@@ -228,6 +228,7 @@ TRIALS = {
     "scaler with skipped steps": Trial("scaled:kind=loop", "3:take 4:take 5:backward 8:step"),
     "scaler with skipped steps, fused": Trial("scaled:kind=fused", "3:take 4:take 5:backward 8:step"),
     "by hand, without optimizer": Trial("handmade", "2:step 5:backward 7:take"),
+    "optimizers in an optimizer, hooked modules": Trial("frameworks", "3:step 5:take 7:backward"),
     "between micro-batches": Trial("accumulating", "3:backward 4:take 8:step", skips=True),
     "loader in mid-epoch": Trial("loading:workers=0", "2:take 6:step 8:backward"),
     "loader in mid-epoch, own generator": Trial("loading:workers=0,own=1", "1:step 2:take 8:take"),
@@ -284,6 +285,12 @@ def test_ddp_on_two_ranks(server: Server, places: list[Place]) -> None:
 @pytest.mark.timeout(240)
 def test_fsdp2_on_two_ranks_in_all_its_settings(server: Server, places: list[Place]) -> None:
     run_trial(Trial("fsdp", "0@3:backward 1@5:step 0@7:take", ranks=2), server, places)
+
+
+@pytest.mark.parametrize("original", ["1", pytest.param("0", marks=pytest.mark.chaos)])
+@pytest.mark.timeout(240)
+def test_fsdp1_on_two_ranks(original: str, server: Server, places: list[Place]) -> None:
+    run_trial(Trial(f"fsdp1:original={original}", "0@3:backward 1@5:step 0@7:take", ranks=2), server, places)
 
 
 @pytest.mark.chaos

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import functools
 import gc
 import hashlib
 import json
@@ -35,8 +36,10 @@ import torch
 import torch._dynamo  # what torch.optim imports at its first step: here it is done once for all forked lives
 import torch.distributed as dist
 from granted import wait_for_grant
+from odd_objects import Container, FlatMomentum, FusedProjection
 from ports import free_port
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -593,10 +596,57 @@ def sharded(killer: Killer, **only: str) -> Case:
     return case
 
 
+def frameworks(killer: Killer) -> Case:
+    """Objects as frameworks have them: optimizers in an Optimizer, flat states, weights that hooks show in parts."""
+    case = Case(killer)
+    models = [nn.Sequential(FusedProjection(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    other = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.BatchNorm1d(WIDTH))
+    container, flat = Container(*models), FlatMomentum(other.parameters(), lr=1e-2, momentum=0.9)
+    case.state = {
+        "models": models, "other": other, "container": container, "flat": flat,
+        "scheduler": schedulers.ExponentialLR(container, 0.9),
+    }  # fmt: skip
+
+    def train(batch: torch.Tensor) -> float:
+        container.zero_grad()
+        flat.zero_grad()
+        loss = case.loss(nn.Sequential(*models, other), batch)
+        loss.backward()
+        case.update(container)
+        case.update(flat)
+        case.state["scheduler"].step()
+        return loss.item()
+
+    case.train = train  # type: ignore[method-assign]
+    return case
+
+
+def flat_sharded(killer: Killer, original: str = "1") -> Case:
+    """FSDP1, and a forward pass without gradients before each take, which leaves the root unsharded."""
+    case = Case(killer)
+    wrap = functools.partial(FSDP, use_orig_params=original == "1", device_id=torch.device("cpu"))
+    model = wrap(nn.Sequential(wrap(nn.Linear(WIDTH, 131)), nn.Linear(131, WIDTH)))
+    optimizer = OPTIMIZERS["loop"](model.parameters())
+    case.state = {"model": model, "optimizer": optimizer}
+    torch.manual_seed(torch.initial_seed() + 100 * dist.get_rank())
+
+    def train(batch: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = case.loss(model, batch)
+        loss.backward()
+        case.update(optimizer)
+        with torch.no_grad():
+            return loss.item() + model(batch).sum().item()
+
+    case.train = train  # type: ignore[method-assign]
+    return case
+
+
 CASES: dict[str, Callable[..., Case]] = {
     "simple": simple, "zoo": zoo, "adversaries": adversaries, "masters": masters, "scaled": scaled,
     "handmade": handmade, "in_backward": in_backward, "normed": normed,
     "accumulating": accumulating, "loading": loading, "ddp": data_parallel, "fsdp": sharded,
+    "frameworks": frameworks, "fsdp1": flat_sharded,
 }  # fmt: skip
 
 

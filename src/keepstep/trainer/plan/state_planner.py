@@ -19,7 +19,8 @@ from keepstep.trainer.plan.copy_plan import SMALL_BYTES, CopyPlan
 from keepstep.trainer.plan.plan_cache import CachedPlan, PlanCache
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.replication import ReplicaProver
-from keepstep.trainer.state.objects import MODULE, StateObjects, sharded_modules
+from keepstep.trainer.state.module_memory import reshard, sharded_parts
+from keepstep.trainer.state.objects import MODULE, StateObjects
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
 from keepstep.trainer.state.reader import StateReader
 
@@ -42,7 +43,7 @@ class StatePlanner:
         parity = config.parity
         shares = ReplicaShares(world, parity.replicated, parity.losses, parity.group_size) if world else None
         self.replication = ReplicaProver(objects, shares, config.replicated)
-        self._sharded = [part for item in objects.of(MODULE) for part in sharded_modules(item.thing)]
+        self._sharded = [part for item in objects.of(MODULE) for part in sharded_parts(item.thing)]
         reader = StateReader(objects, rng=config.rng, grads=config.grads)
         self.plans = PlanCache(
             reader, fence, self.replication, small_bytes=SMALL_BYTES, unstable=bool(self._sharded)
@@ -50,6 +51,7 @@ class StatePlanner:
 
     def forecast(self) -> StateForecast:
         """Estimate what snapshots will need, before the first step."""
+        self.reshard()
         cached = self.plans.prepare()
         self._fence.muted = True
         try:
@@ -70,9 +72,8 @@ class StatePlanner:
         self.plans.outdate()
 
     def reshard(self) -> None:
-        """Free unsharded parameters of FSDP2: the sharded ones are the state."""
-        for part in self._sharded:
-            part.reshard()
+        """Free unsharded parameters of FSDP: the sharded ones are the state."""
+        reshard(self._sharded)
 
     def lookup(self, step: int) -> CachedPlan:
         """Read the state as it is now, and return it with the plan of its copy."""

@@ -11,7 +11,6 @@ place does neither.
 
 from __future__ import annotations
 
-import copy
 import logging
 import operator
 from collections import OrderedDict
@@ -27,6 +26,14 @@ from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.plan.tensor_blocks import region_of
 from keepstep.trainer.restore.saved_snapshot import SavedSnapshot
 from keepstep.trainer.state import objects as s
+from keepstep.trainer.state.module_memory import (
+    expected_extras,
+    is_odd,
+    read_memory,
+    reshard,
+    sharded_parts,
+    write_extras,
+)
 from keepstep.trainer.state.reader import local_tensor
 from keepstep.trainer.state.rng import (
     dtype_named,
@@ -86,26 +93,21 @@ class StateWriter:
         if not isinstance(tree, Mapping):
             self._problems.append(f"{item.path} is a module now and was saved as a {type(tree).__name__}")
             return
-        reshard(item.thing)
-        live = item.thing.state_dict()
-        self._compare_names(item.path, set(tree), set(live))
-        owned = _storages([*item.thing.parameters(), *item.thing.buffers()])
-        others: dict[str, Any] = {}
-        for name, saved in tree.items():
-            here = live.get(name, _MISSING)
-            if isinstance(saved, TensorRef) and isinstance(here, torch.Tensor):
+        reshard(sharded_parts(item.thing))
+        live = read_memory(item.thing)
+        extras = {name: saved for name, saved in tree.items() if name not in live}
+        takes_extras = any(map(is_odd, item.thing.modules()))
+        expected = {*live, *(extras if takes_extras else ()), *expected_extras(item.thing)}
+        self._compare_names(item.path, set(tree), expected)
+        for name, here in live.items():
+            if isinstance(saved := tree.get(name), TensorRef):
                 self._copy(f"{item.path}.{name}", here, saved)
-                if _storages([here]) <= owned:
-                    continue
-            others[name] = saved
-        if others:  # extra state, or copies that a hook has put there
-            self._writes.append(partial(self._load_others, item, live, others))
+        if extras:
+            self._writes.append(partial(self._write_extras, item, extras))
 
-    def _load_others(self, item: s.StateObject, live: Any, others: dict[str, Any]) -> None:
-        """Load what is not the module's own memory by its `load_state_dict`, together with the live state."""
-        state = copy.copy(live)
-        state.update(self._saved.values(others))
-        self._give(item, state)
+    def _write_extras(self, item: s.StateObject, extras: dict[str, Any]) -> None:
+        self._saved.finish_uploads()  # the user's methods may read tensors that are written already
+        write_extras(item.thing, self._saved.values(extras), item.path)
 
     def _stateful(self, item: s.StateObject, tree: Any) -> None:
         self._writes.append(partial(self._load, item, tree))
@@ -187,7 +189,10 @@ class StateWriter:
 
     def _optimizer(self, item: s.StateObject, tree: Any) -> None:
         if not (isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()):
-            self._problems.append(f"{item.path} is an optimizer now and was none")
+            if s.has_own_state_dict(item.thing):  # of another form, which its own load_state_dict knows
+                self._stateful(item, tree)
+            else:
+                self._problems.append(f"{item.path} is an optimizer now and was none")
             return
         optimizer = s.unwrap_optimizer(item.thing)
         self._state_and_groups(item.path, optimizer, tree)
@@ -347,14 +352,3 @@ def _reorder(container: dict[Any, Any], keys: list[Any]) -> None:
 def _some(ranks: Ranks) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} … ({len(ranks)} of them)"
-
-
-def _storages(tensors: list[torch.Tensor]) -> set[int]:
-    parts = [local_tensor(tensor) for tensor in tensors]
-    return {part.untyped_storage().data_ptr() for part in parts if part.numel()}
-
-
-def reshard(module: torch.nn.Module) -> None:
-    """FSDP2 computes with stale weights when shards are written while a module is unsharded."""
-    for part in s.sharded_modules(module):
-        part.reshard()

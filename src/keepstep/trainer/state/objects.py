@@ -3,10 +3,10 @@
 A new kind, or a new optimizer, touches these files:
 
 kind       read                      fenced            sized in advance         replicated           restored
-MODULE     state_dict(); structure   by its optimizer  as it is                 DDP, DTensor, named  in place
+MODULE     its memory; structure     by its optimizer  as it is                 DDP, DTensor, named  in place
            recognises it unchanged
-OPTIMIZER  the same; its groups      its own step      a tiny twin steps once;  torch's own step on  missing state is
-           each time                                   LBFGS by its history     replicated ones      created, in place
+OPTIMIZER  state_dict(), the same    its own step      a tiny twin steps once;  torch's own step on  missing state is
+           way; its groups each time                   LBFGS by its history     replicated ones      created, in place
 STATEFUL   state_dict(), small ones  no: copied        as it is                 named                load_state_dict()
            (64 KiB) as values        inside take
 PLAIN      dicts, lists, tensors     no                as it is                 named                in place
@@ -69,6 +69,13 @@ class StateObjects:
 def _expand(path: str, thing: Any) -> Iterator[StateObject]:
     """Containers that hold Stateful objects are expanded; everything else is one object."""
     kind = _kind(thing)
+    if kind == OPTIMIZER and (inner := inner_optimizers(thing)):
+        for index, optimizer in enumerate(inner):
+            yield from _expand(f"{path}.{index}", optimizer)
+        shared = {id(group) for optimizer in inner for group in optimizer.param_groups}
+        if not shared.issuperset(map(id, thing.param_groups)):
+            yield StateObject(f"{path}.param_groups", STATEFUL, GroupOptions(thing))
+        return
     if kind == PLAIN and _holds_stateful(thing, 0):
         children = thing.items() if isinstance(thing, Mapping) else enumerate(thing)
         for key, child in children:
@@ -112,6 +119,43 @@ def _holds_stateful(thing: Any, depth: int) -> bool:
     return any(_kind(child) != PLAIN or _holds_stateful(child, depth + 1) for child in children)
 
 
+class GroupOptions:
+    """The options in the parameter groups of an optimizer that holds others: schedulers may write them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = self._optimizer.param_groups
+        return {"groups": [{key: value for key, value in group.items() if key != "params"} for group in groups]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
+            for key in group.keys() - saved.keys() - {"params"}:
+                del group[key]
+            for key, value in saved.items():
+                here = group.get(key)
+                if isinstance(here, torch.Tensor) and isinstance(value, torch.Tensor):
+                    here.copy_(value)  # a tensor lr stays the same object
+                else:
+                    group[key] = value
+
+
+def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that a container steps: torchtitan's, and whatever else keeps them in `optimizers`."""
+    inner = getattr(optimizer, "optimizers", None)
+    if not isinstance(inner, (list, tuple)) or any(each is optimizer for each in inner):
+        return []
+    return list(inner) if all(isinstance(each, torch.optim.Optimizer) for each in inner) else []
+
+
+def has_own_state_dict(optimizer: Any) -> bool:
+    """Whether the form of its state is its own, not torch's `{"state": ..., "param_groups": ...}`."""
+    chain = (optimizer, unwrap_optimizer(optimizer))
+    own = torch.optim.Optimizer.state_dict
+    return any(type(each).state_dict is not own or "state_dict" in vars(each) for each in chain)
+
+
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer that torch's hooks see, inside wrappers such as Accelerate's."""
     for _ in range(MAX_NESTING):
@@ -121,12 +165,3 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = inner
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
-
-
-def sharded_modules(module: torch.nn.Module) -> list[Any]:
-    """The modules under `module` that FSDP2 manages."""
-    if not torch.distributed.is_available():
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from keepstep import values as codec
 from keepstep.errors import CaptureError, IntegrityError
 from keepstep.trainer.state import structure
+from keepstep.trainer.state.module_memory import is_plain, read_extras, read_memory
 from keepstep.trainer.state.objects import (
     GENERATOR,
     LOADER,
@@ -193,23 +194,29 @@ class StateReader:
         return self._parts_anew(item, tensors, first)
 
     def _parts_anew(self, item: StateObject, tensors: TensorRuns, first: int) -> Parts:
+        self._known.pop(item.path, None)
+        if item.kind == MODULE:
+            return self._module_anew(item, tensors, first)
         try:
             state = item.thing.state_dict()
         except Exception as error:
             raise CaptureError(f"{item.path}.state_dict() failed: {error!r}") from error
-        self._known.pop(item.path, None)
         if item.kind == OPTIMIZER and type(state) is dict and state.keys() == {STATE, GROUPS}:
             encoded = _encode(_walk(state[STATE], tensors, first), f"{item.path}.{STATE}")
             found = structure.of_optimizer(unwrap_optimizer(item.thing), state, tensors.since(first), encoded)
+            if found is not None:
+                self._known[item.path] = found
             groups = _encode(_walk(state[GROUPS], tensors, first), f"{item.path}.{GROUPS}")
-            parts: Parts = {STATE: encoded, GROUPS: groups}
-        else:
-            encoded = _encode(_walk(state, tensors, first, inline=item.kind in (STATEFUL, LOADER)), item.path)
-            found = structure.of_module(item.thing, state, encoded) if item.kind == MODULE else None
-            parts = {WHOLE: encoded}
-        if found is not None:
-            self._known[item.path] = found
-        return parts
+            return {STATE: encoded, GROUPS: groups}
+        return {WHOLE: _encode(_walk(state, tensors, first, inline=item.kind in (STATEFUL, LOADER)), item.path)}
+
+    def _module_anew(self, item: StateObject, tensors: TensorRuns, first: int) -> Parts:
+        memory = read_memory(item.thing)
+        extras = read_extras(item.thing, memory)
+        encoded = _encode(_walk({**memory, **extras}, tensors, first), item.path)
+        if is_plain(item.thing):
+            self._known[item.path] = structure.of_module(item.thing, list(memory.values()), encoded)
+        return {WHOLE: encoded}
 
 
 def decode(values: bytes) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Structural fingerprint of a module or an optimizer: recognises it as unchanged without calling `state_dict()`.
 
 It records every place (attribute or dict entry) that holds a tensor or a submodule. While each place holds the same
-object, and no place was added or removed, `state_dict()` would return the same structure with the same tensors. Made
-only for objects whose `state_dict()` is torch's own, without hooks; all others are read again every time.
+object, and no place was added or removed, its state has the same structure with the same tensors. Made only for
+modules that are their parameters and buffers, and for optimizers whose `state_dict()` is torch's own, without hooks.
+All others are read again every time.
 
 Places are spread over subsets, so that `take` can check one of them (`plan_cache` has the rule).
 """
@@ -138,37 +139,15 @@ def spread(items: Sequence[T]) -> list[list[T]]:
     return [items[number::count] for number in range(count)]
 
 
-def of_module(module: torch.nn.Module, state: Any, encoded: bytes) -> StateStructure | None:
-    """None when the module's state is more than its parameters and buffers."""
+def of_module(module: torch.nn.Module, tensors: list[torch.Tensor], encoded: bytes) -> StateStructure:
+    """For a module that is its parameters and buffers (`module_memory.is_plain`), which are these tensors."""
     top: list[StructurePart] = []
     parts: list[StructurePart] = []
-    tensors: list[torch.Tensor] = []
     for part in module.modules():
-        if not _is_ordinary(part):
-            return None
         top.append(StructurePart((part._modules,)))
         rules = (part._state_dict_hooks, part._state_dict_pre_hooks, part._non_persistent_buffers_set)
         parts.append(StructurePart((part._parameters, part._buffers), rules, part))
-    for value in state.values():
-        if not isinstance(value, torch.Tensor):
-            return None
-    live = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-    for name in state:
-        if name not in live:
-            return None
-        tensors.append(live[name])
     return StateStructure(top, parts, tensors, encoded)
-
-
-def _is_ordinary(part: torch.nn.Module) -> bool:
-    base = torch.nn.Module
-    own = type(part)
-    if any(getattr(own, name) is not getattr(base, name) or name in vars(part) for name in _METHODS):
-        return False
-    return not (part._state_dict_hooks or part._state_dict_pre_hooks)
 
 
 def of_optimizer(
