@@ -26,6 +26,10 @@ class Error(Exception):
         return f"{self.message} (try: {self.hint})" if self.hint else self.message
 
 
+# The hint of errors that another attempt cures: the launcher makes it by itself.
+RESTART_CURES = "the launcher restarts the job"
+
+
 class ConfigError(Error):
     """A setting is unknown, malformed or contradicts another one."""
 

@@ -17,10 +17,22 @@ import msgspec
 
 from keepstep.control.messages import CardIs, Membership, NodeCard
 from keepstep.errors import ConfigError
-from keepstep.types import Incarnation
+from keepstep.types import Incarnation, Version
 
 SECRET_BYTES = 32
 MAX_SECRET_BYTES = 4096
+
+
+class IncarnationEnd(msgspec.Struct, frozen=True):
+    """How the trainers of one node ended, from one start to the next. Empty texts: nothing is known of it."""
+
+    round: int
+    complete: Version | None  # The newest complete version when they had ended.
+    progressed: bool  # That version was captured in this incarnation.
+    exit: str = ""  # How the first of them ended by itself: `exit code 1`, `SIGSEGV`.
+    error: str = ""  # The error that this trainer reported.
+    restore_error: str = ""  # An error of `restore()` that another attempt cannot cure.
+    killed: bool = False  # The first of them was killed from outside: the program did not fail.
 
 
 class NodeClaim(msgspec.Struct, frozen=True):
@@ -32,6 +44,7 @@ class NodeClaim(msgspec.Struct, frozen=True):
     holds_state: bool = False
     has_secret: bool = False  # This node reads the job's secret from a file.
     secret: bytes = b""  # Where there is no file: the secret that this node's keeper has already.
+    last_end: IncarnationEnd | None = None  # None: this launcher has started no trainers yet.
 
     @classmethod
     def from_card(cls, card: CardIs, *, largest_number: int = 0, has_secret: bool = False) -> NodeClaim:
@@ -49,6 +62,7 @@ class RoundAgreement(msgspec.Struct, frozen=True):
     former: list[NodeCard]
     secret: bytes  # Empty when every node has it in a file.
     refusal: str = ""  # Why this round cannot begin; all nodes raise it.
+    last_ends: list[IncarnationEnd] = []  # How the trainers of these nodes ended.
 
 
 def assign_ranks(present: Sequence[str], last: Sequence[str]) -> list[str]:
@@ -84,6 +98,7 @@ def agree(
         [card for card in last if card.node_id not in present],
         secret if without else b"",
         refusal,
+        [node.last_end for node in nodes if node.last_end is not None],
     )
 
 

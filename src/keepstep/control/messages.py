@@ -257,6 +257,35 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0
 
 
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """This trainer's program ends with an error. Posted before Goodbye, by the trainers that can still say so."""
+
+    kind: str  # The class of the error.
+    text: str
+    restoring: bool = False  # `restore()` raised it, and another attempt cannot cure it.
+
+
+class TrainerFailure(msgspec.Struct, frozen=True):
+    """The error with which a trainer of this node has ended."""
+
+    pid: int
+    failure: Failed
+
+
+class WantOutcome(msgspec.Struct, frozen=True, tag=True):
+    """Request how the last incarnation has gone so far on this node, by its launcher."""
+
+    ticket: int = 0
+
+
+class OutcomeIs(msgspec.Struct, frozen=True, tag=True):
+    """Answer to WantOutcome."""
+
+    complete: Version | None  # The newest version that is complete on all ranks.
+    failures: list[TrainerFailure]
+    ticket: int = 0
+
+
 class WantStatus(msgspec.Struct, frozen=True, tag=True):
     """Request the keeper's status."""
 
@@ -365,7 +394,7 @@ Message = (
     Hello | Welcome | Refused | Register | Registered | LauncherHello | WantCard | CardIs | Membership
     | WantArena | ArenaGiven | Hold | Held | GiveBack
     | Adopted | Committed | Void | Complete | Protected | Voided | WantRestore | RestoreFrom | Loaded
-    | Ending | Goodbye
+    | Ending | Goodbye | Failed | WantOutcome | OutcomeIs
     | WantStatus | StatusIs | WantVerify | Verified | WantArenas | Release | Done
     | WantPlan | PlanIs | WantProcesses | ProcessesAre | CutLinks
 )  # fmt: skip

@@ -19,6 +19,7 @@ from keepstep.control.messages import (
     Committed,
     CutLinks,
     Done,
+    Failed,
     GiveBack,
     Goodbye,
     Held,
@@ -27,16 +28,19 @@ from keepstep.control.messages import (
     LauncherHello,
     Loaded,
     Membership,
+    OutcomeIs,
     ProcessesAre,
     Refused,
     Register,
     Release,
     StatusIs,
+    TrainerFailure,
     VerifyResult,
     Void,
     WantArena,
     WantArenas,
     WantCard,
+    WantOutcome,
     WantPlan,
     WantProcesses,
     WantRestore,
@@ -279,6 +283,12 @@ def _card_wanted(keeper: KeeperServices, connection: Connection, wanted: WantCar
     keeper.send(connection, card)
 
 
+def _outcome_wanted(keeper: KeeperServices, connection: Connection, wanted: WantOutcome, fds: list[int]) -> None:
+    trainers = keeper.core.trainers.registered.values()
+    failures = [TrainerFailure(t.pid, t.failure) for t in trainers if t.failure is not None]
+    keeper.send(connection, OutcomeIs(keeper.core.orders.active.complete, failures, wanted.ticket))
+
+
 def _members_set(keeper: KeeperServices, connection: Connection, membership: Membership, fds: list[int]) -> None:
     ids = [card.node_id for card in membership.nodes]
     known = 0 <= membership.node_rank < len(ids) and ids[membership.node_rank] == keeper.identity.node_id
@@ -326,6 +336,7 @@ _RECEIVE: dict[type, Callable[[KeeperServices, Connection, Any, list[int]], None
     WantArenas: _arenas_wanted,
     Release: _release,
     WantCard: _card_wanted,
+    WantOutcome: _outcome_wanted,
     Membership: _members_set,
     WantPlan: _plan_wanted,
     WantProcesses: _processes_wanted,
@@ -334,5 +345,6 @@ _RECEIVE: dict[type, Callable[[KeeperServices, Connection, Any, list[int]], None
     Void: _from_trainer,
     WantRestore: _from_trainer,
     Loaded: _from_trainer,
+    Failed: _from_trainer,
     Goodbye: _from_trainer,
 }

@@ -36,9 +36,11 @@ from keepstep.control.messages import (
     Hold,
     LauncherHello,
     Membership,
+    OutcomeIs,
     Release,
     StatusIs,
     WantCard,
+    WantOutcome,
     WantStatus,
 )
 from keepstep.control.spawn import start_keeper
@@ -86,6 +88,10 @@ class KeeperSupervisor:
     def card(self, *, timeout_s: float, patient: bool) -> CardIs:
         """The keeper's card; one is started if none is up."""
         return self._request(WantCard(), CardIs, timeout_s=timeout_s, patient=patient)
+
+    def outcome(self, *, timeout_s: float) -> OutcomeIs:
+        """How the last incarnation went on this node."""
+        return self._request(WantOutcome(), OutcomeIs, timeout_s=timeout_s, patient=True)
 
     def introduce(self, membership: Membership, *, timeout_s: float) -> None:
         """Send the round's members to the keeper, and to every later one until there is a new round."""

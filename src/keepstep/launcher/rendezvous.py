@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from keepstep.config import Config
 from keepstep.control.client import REQUEST_S
-from keepstep.control.membership import NodeClaim, RoundAgreement, check_losses, membership, read_secret
+from keepstep.control.membership import IncarnationEnd, NodeClaim, RoundAgreement, check_losses, membership, read_secret
 from keepstep.control.messages import CardIs, NodeCard
 from keepstep.control.spawn import START_S
 from keepstep.errors import Error, KeeperError
@@ -47,9 +47,12 @@ from keepstep.launcher.agent import (
     RoundEndedError,
     StoreLostError,
 )
+from keepstep.launcher.crash_loops import CrashLoop, FailureHistory
 from keepstep.launcher.keeper_supervisor import KeeperSupervisor
 from keepstep.launcher.round_participant import RoundMember
 from keepstep.launcher.rounds import RoundRules
+from keepstep.launcher.worker_exits import WorkerExits
+from keepstep.types import Incarnation
 
 # Defaults of the time-outs that --rdzv-conf sets.
 JOIN_S, CLOSE_S, READ_S = 600, 30, 60  # The same as torch's.
@@ -80,6 +83,8 @@ class KeepstepRendezvous(RendezvousHandler):
         self._largest_number = 0
         self._restarts: deque[float] = deque()
         self._restarting = False
+        self._exits, self._history = WorkerExits(), FailureHistory()
+        self._started: tuple[RoundMember, Incarnation] | None = None  # The last round whose workers were started.
 
     def get_backend(self) -> str:
         return self._params.backend
@@ -151,14 +156,34 @@ class KeepstepRendezvous(RendezvousHandler):
         try:
             if not self._alone:
                 card = self._supervisor.card(timeout_s=timeout_s, patient=patient)
-                return self._claim(card), card.members
-            number = self._supervisor.largest_number(timeout_s=timeout_s, patient=patient)
+                return self._claim(card, self._last_end()), card.members
+            number = max(self._supervisor.largest_number(timeout_s=timeout_s, patient=patient), self._largest_number)
+            card_alone = NodeCard(self._identity.node_id, "", "", 0)
+            return NodeClaim(card_alone, number, last_end=self._last_end()), []
         except Error as error:
             raise _refusal(error.message, hint=error.hint) from error
-        return NodeClaim(NodeCard(self._identity.node_id, "", "", 0), max(number, self._largest_number)), []
 
-    def _claim(self, card: CardIs) -> NodeClaim:
-        return NodeClaim.from_card(card, largest_number=self._largest_number, has_secret=bool(self._secret))
+    def _claim(self, card: CardIs, last_end: IncarnationEnd | None = None) -> NodeClaim:
+        claim = NodeClaim.from_card(card, largest_number=self._largest_number, has_secret=bool(self._secret))
+        return msgspec.structs.replace(claim, last_end=last_end)
+
+    def _last_end(self) -> IncarnationEnd | None:
+        """How the workers that this launcher started last have ended."""
+        if self._started is None:
+            return None
+        member, incarnation = self._started
+        outcome, first = self._supervisor.outcome(timeout_s=REQUEST_S), self._exits.first()
+        errors = {trainer.pid: trainer.failure for trainer in outcome.failures}
+        error = errors.get(first.pid) if first is not None else None
+        return IncarnationEnd(
+            member.round, outcome.complete,
+            progressed=outcome.complete is not None and outcome.complete.incarnation == incarnation,
+            # Workers that the agent stopped because the round was over have not failed.
+            exit=str(first) if first is not None and not first.killed else "",
+            error=f"{error.kind}: {error.text}" if error is not None else "",
+            restore_error=min((f"{e.kind}: {e.text}" for e in errors.values() if e.restoring), default=""),
+            killed=first is not None and first.killed and not self._restarting,
+        )  # fmt: skip
 
     def keeper_moved(self, card: CardIs) -> None:
         """The keeper was replaced while a round stands (KeeperListener)."""
@@ -190,6 +215,7 @@ class KeepstepRendezvous(RendezvousHandler):
         text = self._agent.run(lambda store: store.get(member.state.agreement), timeout_s=read_s)
         agreed = msgspec.json.decode(text, type=RoundAgreement)
         self._largest_number = max(self._largest_number, agreed.incarnation.number)
+        self._end_crash_loop(member, agreed)
         self._introduce_keeper(agreed, round_, rank)
         server = None
         if rank == 0:
@@ -203,6 +229,8 @@ class KeepstepRendezvous(RendezvousHandler):
         # A connection of torch's agent: it waits in it, and the other one must go on with heartbeats.
         store = self._agent.run(lambda _: self._connect(read_s), timeout_s=read_s)
         self._agent.workers_started()
+        self._exits.begin()
+        self._started = (member, agreed.incarnation)
         self._server, self._restarting = server, False  # The last round's store ends only now.
         os.environ.update(
             KEEPSTEP_INCARNATION=str(agreed.incarnation),
@@ -213,6 +241,17 @@ class KeepstepRendezvous(RendezvousHandler):
         log.info("round %d is incarnation %s, node %d of %d", round_, agreed.incarnation, rank, len(agreed.nodes))
         bootstrap_info = RendezvousStoreInfo(*msgspec.json.decode(store_text, type=tuple[str, int]))
         return RendezvousInfo(PrefixStore(f"round/{round_}", store), rank, len(agreed.nodes), bootstrap_info)
+
+    def _end_crash_loop(self, member: RoundMember, agreed: RoundAgreement) -> None:
+        """End the job when its trainers fail again and again without getting on."""
+        if self._started is None:
+            return
+        agents, before = ({agent.agent for agent in m.state.members} for m in (member, self._started[0]))
+        self._history.add(agreed.last_ends, agents=agents, agents_before=before)
+        loop = self._history.crash_loop()
+        if loop is not None:
+            self._agent.end_round(member.round, loop.problem)
+            raise _refusal(loop.problem, hint=_after_crash_loop(loop, self._identity.run_id))
 
     def _introduce_keeper(self, agreed: RoundAgreement, round_: int, rank: int) -> None:
         """Send the members to this node's keeper. A node that is alone and always was has none to send."""
@@ -272,3 +311,13 @@ def _serve(address: str, timeout: timedelta) -> TCPStore:
 
 def _refusal(message: str, *, hint: str) -> RendezvousError:
     return RendezvousError(str(Error(message, hint=hint)))
+
+
+def _after_crash_loop(loop: CrashLoop, run_id: str) -> str:
+    repair = "repair what the workers' first error names"
+    if loop.version is None:
+        return f"{repair}, and start the job again"
+    return (
+        f"{repair}, and start the job again: it goes on from step {loop.version.step} while its keepers hold it; "
+        f"`keepstep release --run-id {run_id}` on every node gives the state up, and the job begins anew"
+    )

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from keepstep.config import Config, resolve
-from keepstep.errors import ConfigError
+from keepstep.errors import ConfigError, Error
 from keepstep.trainer.capture.capture import Capture
 from keepstep.trainer.capture.grants import GrantReader, Skip, SlotGrant, TakeStatistics, TakeWait
 from keepstep.trainer.connection.environment import World, find_identity, find_place, warn_about_shared_store
@@ -70,7 +70,11 @@ class Snapshotter:
         """
         self._check_open()
         with short_switch_interval():
-            return self._restore(rehearsal)
+            try:
+                return self._restore(rehearsal)
+            except Error as error:
+                self._link.report_failure(error, restoring=True)
+                raise
 
     def _restore(self, rehearsal: Callable[[], object] | None) -> Restored | None:
         watch = Stopwatch()
@@ -230,6 +234,8 @@ class Snapshotter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not self._closed:
+            self._link.report_failure(error)
         self.close(finished=kind is None)
 
     def _check_open(self) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.control.messages import Committed, Goodbye, Loaded, NodeCard, Void, WantArena, WantRestore
+from keepstep.control.messages import Committed, Failed, Goodbye, Loaded, NodeCard, Void, WantArena, WantRestore
 from keepstep.errors import KeeperError
 from keepstep.keeper.node import arenas, events, orders, protection, restore, snapshots, trainers
 from keepstep.keeper.node.effects import DiscardFetchedArena, Effect, End, KeepFetchedArena
@@ -116,6 +116,7 @@ _FROM_TRAINER: dict[type, Callable[[NodeState, RegisteredTrainer, Any], None]] =
     Loaded: restore.loaded,
     Committed: snapshots.committed,
     Void: snapshots.void,
+    Failed: trainers.failed,
     Goodbye: trainers.goodbye,
 }
 _HANDLERS: dict[type, Callable[[NodeState, Any], None]] = {

@@ -5,7 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from keepstep.arena.records import Grant, Ledger, Progress
-from keepstep.control.messages import Committed, Goodbye, Loaded, Membership, Register, Void, WantArena, WantRestore
+from keepstep.control.messages import (
+    Committed,
+    Failed,
+    Goodbye,
+    Loaded,
+    Membership,
+    Register,
+    Void,
+    WantArena,
+    WantRestore,
+)
 from keepstep.keeper.coordinator.messages import Failure, Orders, Report
 from keepstep.layout import SnapshotSize
 from keepstep.parity.divergence import ReplicaAudit, ReplicaAuditAnswer, ReplicaSetDigest
@@ -13,7 +23,7 @@ from keepstep.recovery.inventory import ParitySet, SetKey
 from keepstep.types import SnapshotInfo, Version
 
 Conn = int  # a connection, by its number
-TrainerMessage = WantRestore | WantArena | Loaded | Committed | Void | Goodbye
+TrainerMessage = WantRestore | WantArena | Loaded | Committed | Void | Failed | Goodbye
 
 
 # From processes of this node

@@ -8,7 +8,7 @@ What fails its check is reported and left out of the next plan. Trainers are ans
 from __future__ import annotations
 
 from keepstep.control.messages import Done, Loaded, RestoreFrom, WantRestore
-from keepstep.errors import Error, IntegrityError, KeeperError, RecoveryError
+from keepstep.errors import RESTART_CURES, Error, IntegrityError, KeeperError, RecoveryError
 from keepstep.keeper.coordinator.messages import Failure, RestoreOrder
 from keepstep.keeper.node import arenas, state
 from keepstep.keeper.node.effects import CancelFetches, FetchSnapshot, Send, SendSnapshot, VerifySlot
@@ -16,8 +16,6 @@ from keepstep.keeper.node.events import SlotVerified, SnapshotFetched
 from keepstep.keeper.node.state import NodeState, RegisteredTrainer, SnapshotPlace
 from keepstep.recovery.plan import OWN, REBUILD, RankSource
 from keepstep.types import Version
-
-RESTART = "the launcher restarts the job"
 
 
 def begin_incarnation(node: NodeState) -> None:
@@ -231,7 +229,9 @@ def _answer(node: NodeState, trainer: RegisteredTrainer, ticket: int) -> Restore
     piece = next((p for p in order.pieces if p.rank == register.rank), None)
     place = node.restore.places.get(register.rank)
     if piece is not None and place is None:
-        return IntegrityError(f"rank {register.rank} of {order.version} was damaged after it was checked", hint=RESTART)
+        return IntegrityError(
+            f"rank {register.rank} of {order.version} was damaged after it was checked", hint=RESTART_CURES
+        )
     moved = piece is not None and piece.source == OWN and piece.local_index != trainer.index
     if piece is None or place is None or moved or order.world_size != register.world_size:
         saved = f"{order.version} was saved by {order.local_world_size} local ranks of {order.world_size}"
@@ -272,7 +272,7 @@ def _refuse_other_versions(node: NodeState) -> None:
             continue
         restore.loaded_requests.remove((conn, request))
         text = f"step {request.step} was restored here, and {order.version or 'nothing'} was decided for all since"
-        node.reply_error(conn, request.ticket, RecoveryError(text, hint=RESTART))
+        node.reply_error(conn, request.ticket, RecoveryError(text, hint=RESTART_CURES))
         if (trainer := node.trainers.by_conn(conn)) is not None:
             trainer.set_loaded(False)
 
@@ -292,4 +292,4 @@ def fail_loading(node: NodeState, rank: int) -> None:
 
 
 def _ended_meanwhile(rank: int) -> Error:
-    return RecoveryError(f"rank {rank} ended while the job was restoring", hint=RESTART)
+    return RecoveryError(f"rank {rank} ended while the job was restoring", hint=RESTART_CURES)

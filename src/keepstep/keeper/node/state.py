@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from keepstep.config import Config
-from keepstep.control.messages import Loaded, Membership, NodeCard, Refused, Register, WantRestore
+from keepstep.control.messages import Failed, Loaded, Membership, NodeCard, Refused, Register, WantRestore
 from keepstep.errors import Error
 from keepstep.keeper.coordinator.messages import ExchangeProgress, Failure, Orders, Report, RestoreOrder
 from keepstep.keeper.coordinator.state import CoordinatorState, Deadlines
@@ -151,6 +151,7 @@ class RegisteredTrainer:  # A trainer of the current incarnation
     loaded: bool = False  # it has the restored state, or needed none
     finished: bool | None = None  # what its last message was; None: it has not ended
     arena_id: str = ""  # the arena that it writes
+    failure: Failed | None = None  # the error that its program ended with, as far as it could say so
 
     @property
     def index(self) -> int:
@@ -169,6 +170,9 @@ class RegisteredTrainer:  # A trainer of the current incarnation
 
     def set_loaded(self, loaded: bool) -> None:
         self.loaded = loaded
+
+    def fail(self, failure: Failed) -> None:
+        self.failure = self.failure or failure  # later ones follow from the first
 
 
 @dataclass

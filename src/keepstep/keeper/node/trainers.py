@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from keepstep.arena.records import Progress
 from keepstep.arena.slots import may_request
-from keepstep.control.messages import Goodbye, Register, Registered
+from keepstep.control.messages import Failed, Goodbye, Register, Registered
 from keepstep.errors import Error, KeeperError
 from keepstep.keeper.node import arenas, restore, snapshots, state
 from keepstep.keeper.node.effects import Kill, Send
@@ -250,6 +250,12 @@ def died(node: NodeState, event: ProcessDied) -> None:
             node.grants.withdraw(trainer.index, trainer.rank, "its trainer ended")
             restore.fail_loading(node, trainer.rank)
     try_open(node)
+
+
+def failed(node: NodeState, trainer: RegisteredTrainer, message: Failed) -> None:
+    """Its program ends with this error: the launcher asks for it before it starts the next incarnation."""
+    trainer.fail(message)
+    node.log("info", "trainer failed", rank=trainer.rank, kind=message.kind, reason=message.text)
 
 
 def goodbye(node: NodeState, trainer: RegisteredTrainer, message: Goodbye) -> None:

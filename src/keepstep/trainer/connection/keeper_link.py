@@ -27,6 +27,7 @@ from keepstep.control.messages import (
     Complete,
     Done,
     Ending,
+    Failed,
     Goodbye,
     Held,
     Hold,
@@ -41,7 +42,7 @@ from keepstep.control.messages import (
     WantStatus,
 )  # fmt: skip
 from keepstep.control.spawn import START_S, start_keeper
-from keepstep.errors import Error, KeeperError
+from keepstep.errors import RESTART_CURES, Error, KeeperError
 from keepstep.identity import Identity
 from keepstep.trainer.connection.agreement import meet_if_needed
 from keepstep.trainer.connection.environment import RankPlace, registration
@@ -54,6 +55,7 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
 # every further process that starts one takes it from the first.
 PATIENCE_S = 2.0
 MAX_OUTCOMES = 4  # Outcomes of grants that may still be open: at most one per slot.
+MAX_FAILURE_CHARS = 2000  # of the text of an error that the keeper shows
 M = TypeVar("M")
 
 _links: weakref.WeakSet[KeeperLink] = weakref.WeakSet()
@@ -193,6 +195,16 @@ class KeeperLink:
         """Report that this rank starts without a version, unless it has reported already."""
         if not self._state.restored:
             self.report_loaded(None)
+
+    def report_failure(self, error: BaseException, *, restoring: bool = False) -> None:
+        """Report the error that this trainer ends with, for the launcher. Never raises."""
+        client = self._client
+        if client is None or client.lost:
+            return
+        curable = isinstance(error, KeeperError) or (isinstance(error, Error) and error.hint == RESTART_CURES)
+        text = (error.message if isinstance(error, Error) else str(error))[:MAX_FAILURE_CHARS]
+        with contextlib.suppress(Error):
+            client.post(Failed(type(error).__name__, text, restoring=restoring and not curable))
 
     def status(self) -> Status:
         answer, _ = self.request(WantStatus(), StatusIs, timeout_s=REQUEST_S)
