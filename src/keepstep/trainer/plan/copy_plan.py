@@ -155,7 +155,7 @@ def plan_copies(blocks: Blocks, watched: list[WatchedOptimizer], small_bytes: in
     """Classify every block by its size and its writers."""
     encoded = blocks.layout.encode()
     plan = CopyPlan(blocks.layout, encoded, digest(encoded))
-    owned = [w.storages() for w in watched]
+    owned = [w.storages(small_bytes) for w in watched]
     for block in blocks.blocks:
         if block.entry.size_bytes == 0:
             continue

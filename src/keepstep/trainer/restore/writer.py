@@ -288,8 +288,14 @@ class StateWriter:
             here = group.get(key)
             if isinstance(value, TensorRef) and isinstance(here, torch.Tensor) and self._same(here, value):
                 self._saved.write(here, value)  # a tensor lr stays the same object
+            elif here is None and group["params"] and not self._is_scalar(value):
+                # Made by the optimizer's step, as NorMuon does: on the device of what it updates.
+                group[key] = self._near(value, group["params"][0].device)
             else:
                 group[key] = self._saved.values(value)
+
+    def _is_scalar(self, value: Any) -> bool:
+        return isinstance(value, TensorRef) and self._saved.piece(value).shape == ()
 
     def _grads(self) -> None:
         saved = self._saved.tree.get("grads")

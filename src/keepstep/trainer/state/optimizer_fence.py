@@ -104,12 +104,16 @@ class WatchedOptimizer:
     def _captured(self) -> bool:
         return any(group.get("capturable") for group in self.optimizer.param_groups) and _is_capturing()
 
-    def storages(self) -> set[int]:
-        """Storage addresses of everything this optimizer writes in its step."""
+    def storages(self, small_bytes: int) -> set[int]:
+        """Storage addresses of everything this optimizer writes in its step.
+
+        Of its groups also momentum and the like (NorMuon), but nothing small: schedulers write `lr` and `betas`, which
+        may be tensors, at any time.
+        """
         owned: set[int] = set()
         for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                _add_storages(parameter, owned)
+            _add_storages(group["params"], owned)
+            _add_storages([value for key, value in group.items() if key != "params"], owned, above_bytes=small_bytes)
         for state in self.optimizer.state.values():
             _add_storages(state, owned)
         return owned - self._written_in_forward()
@@ -204,15 +208,15 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _add_storages(value: Any, owned: set[int]) -> None:
+def _add_storages(value: Any, owned: set[int], above_bytes: int = 0) -> None:
     if isinstance(value, DTensor):
         value = value._local_tensor
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and value.numel():
+        if value.layout is torch.strided and value.nbytes > above_bytes:
             owned.add(value.untyped_storage().data_ptr())
     elif isinstance(value, dict):
         for item in value.values():
-            _add_storages(item, owned)
+            _add_storages(item, owned, above_bytes)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _add_storages(item, owned)
+            _add_storages(item, owned, above_bytes)
