@@ -27,7 +27,7 @@ ENV_PREFIX = "KEEPSTEP_"
 CONFIG_FILE = "keepstep.toml"
 
 # Names that start with the prefix and are no settings: what processes of a node pass to each other.
-HANDED_DOWN = frozenset({"INCARNATION", "CONFIG_FILE", "SOCKET"})
+HANDED_DOWN = frozenset({"INCARNATION", "CONFIG_FILE", "SOCKET", "CHECK"})
 IGNORED_PREFIXES = ("BENCH_", "TEST_", "DEMO_")
 
 BOOLEANS = {"yes": "true", "no": "false"}  # msgspec accepts true, false, 1 and 0

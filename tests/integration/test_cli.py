@@ -32,7 +32,8 @@ import pytest
 from keepstep.arena import records as h
 from keepstep.arena.records import Progress, TrainerHeader
 from keepstep.arena.slots import Arena
-from keepstep.cli.commands import doctor, doctor_checks, verify
+from keepstep.cli import doctor_checks
+from keepstep.cli.commands import doctor, verify
 from keepstep.cli.commands.inspect import ArenaSummary, Inspection, LayoutSummary, SlotSummary
 from keepstep.cli.commands.plan import Forecast
 from keepstep.cli.commands.release import Released

@@ -27,6 +27,7 @@ COMMANDS = MappingProxyType(
         "verify": "check every sealed snapshot against its checksums",
         "release": "free the state of a run and end its keeper",
         "doctor": "check this machine before a run: memory, limits, versions, settings",
+        "check": "prove that your own command resumes exactly: run it undisturbed and with kills, compare every bit",
         "drill": "cause a failure on purpose: kill-trainer, kill-keeper, kill-node, freeze-peer, cut-link, flip-bits",
         "demo": "four nodes on this machine: train, kill, restore, compare",
     }

@@ -25,6 +25,7 @@ from keepstep.trainer.restore.restore import RestoreRun, Stopwatch, short_switch
 from keepstep.trainer.results import PendingSnapshot, Restored, SnapshotReporter
 from keepstep.trainer.state.objects import MODULE, OPTIMIZER, STATEFUL, StateObjects, unwrap_optimizer
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
+from keepstep.trainer.state.recorder import COMPLETE_S, StateRecorder, settings_under_check, wait_for
 from keepstep.types import Status, Version
 
 log = logging.getLogger("keepstep")
@@ -36,7 +37,7 @@ class Snapshotter:
     """Keeps the state of this trainer. Use as a context manager; one per process and run."""
 
     def __init__(self, state: Mapping[str, Any], config: Config | None = None) -> None:
-        self.config = resolve(config)
+        self.config = settings_under_check(resolve(config))
         self._items = StateObjects(state)
         self._place = find_place()
         self._identity = find_identity(self.config, self._place)
@@ -56,6 +57,7 @@ class Snapshotter:
         self._capture = Capture(self._place, self.config.take, self._fence, self._planner.plans, self._reporter)
         self._memory = RankArena(self._link, self._rank, self.config.arena)
         self._grants, self._takes = GrantReader(self._link, self._memory), TakeStatistics()
+        self._recorder = StateRecorder.from_environment(self._items, self._place.rank, self._place.world_size)
         self._closed = False
 
     # Restoring
@@ -69,12 +71,17 @@ class Snapshotter:
         backward pass, run before the state is written, which makes DDP with three or more ranks exact.
         """
         self._check_open()
-        with short_switch_interval():
-            try:
-                return self._restore(rehearsal)
-            except Error as error:
-                self._link.report_failure(error, restoring=True)
-                raise
+        try:
+            with short_switch_interval():
+                restored = self._restore(rehearsal)
+        except Error as error:
+            self._link.report_failure(error, restoring=True)
+            if self._recorder is not None:
+                self._recorder.refused(error)
+            raise
+        if self._recorder is not None:
+            self._recorder.restored(restored.step if restored else None)
+        return restored
 
     def _restore(self, rehearsal: Callable[[], object] | None) -> Restored | None:
         watch = Stopwatch()
@@ -104,11 +111,25 @@ class Snapshotter:
         self._check_open()
         if type(step) is not int or step < 0:
             raise ConfigError(f"a step is a number from 0 on, not {step!r}")
+        if self._recorder is not None:
+            return self._take_recorded(self._recorder, step)
         try:
             return self._take(step)
         except Exception as error:
             log.exception("take(%d) failed; training goes on", step)
             return self._skip(step, f"take failed: {error!r}")
+
+    def _take_recorded(self, recorder: StateRecorder, step: int) -> PendingSnapshot:
+        """Under `keepstep check`: record the state, and capture this step, however long it takes."""
+        self._planner.reshard()
+        recorder.begin_take(step)
+        if step > self._rank.step:
+            self._act_on_reports()
+            wait_for(lambda: isinstance(self._grants.next(step), SlotGrant))
+        pending = self._take(step)
+        pending.wait(timeout_s=COMPLETE_S)
+        recorder.end_take(step, pending.reason)
+        return pending
 
     def _take(self, step: int) -> PendingSnapshot:
         if step <= self._rank.step:

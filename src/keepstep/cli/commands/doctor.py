@@ -10,7 +10,7 @@ import argparse
 import msgspec
 from rich.text import Text
 
-from keepstep.cli.commands.doctor_checks import OK, PROBLEM, WARNING, Finding, examine
+from keepstep.cli.doctor_checks import OK, PROBLEM, WARNING, Finding, examine
 from keepstep.cli.keepers import add_choice, settings
 from keepstep.cli.tables import make_table, open_console
 from keepstep.config import Config

@@ -1,0 +1,74 @@
+"""Output of a check: a progress bar for each run, the verdict as text, and a report as JSON and text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from keepstep.check.script import CheckResult, CheckSettings
+
+MAX_PATHS = 8
+
+
+class CheckProgress:
+    """A bar for each run, where standard error is a terminal."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+        console = Console(stderr=True)
+        self._progress = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+        self._bars: dict[str, TaskID] = {}
+
+    def show(self, name: str, steps: int) -> None:
+        if name not in self._bars:
+            self._bars[name] = self._progress.add_task(name, total=self._steps)
+        self._progress.update(self._bars[name], completed=steps)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+def print_result(result: CheckResult) -> None:
+    print(describe(result))
+
+
+def describe(result: CheckResult) -> str:
+    """The verdict as lines of text."""
+    if result.exact:
+        return (
+            f"exact: {len(result.steps)} steps are equal bit for bit, killed and restored {len(result.restored)} times"
+        )
+    lines = ["not exact" if result.exact is False else "could not be checked"]
+    difference = result.difference
+    if difference is not None:
+        lines[0] += f": step {difference.step} of rank {difference.rank} differs"
+        if difference.restored is not None:
+            lines.append(f"  in a life that restored step {difference.restored}")
+        lines += [
+            f"  {value.path}: {value.found} instead of {value.expected}" for value in difference.changed[:MAX_PATHS]
+        ]
+        if len(difference.changed) > MAX_PATHS:
+            lines.append(f"  and {len(difference.changed) - MAX_PATHS} paths more")
+    if result.cause is not None:
+        lines += [f"cause: {result.cause.text}", f"try: {result.cause.remedy}"]
+    if result.last_lines:
+        lines += ["the last lines of the command:", *(f"  {line}" for line in result.last_lines.splitlines())]
+    return "\n".join(lines)
+
+
+def write_report(result: CheckResult, settings: CheckSettings, path: Path) -> None:
+    """PATH as JSON, and the text beside it."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode({"schema": 1, "settings": settings, "result": result})))
+    path.with_suffix(".txt").write_text(describe(result) + "\n", encoding="utf-8")
