@@ -27,7 +27,7 @@ READING_CORE = (
     "trainer/snapshotter.py", "trainer/results.py", "trainer/capture", "trainer/state/optimizer_fence.py", "arena",
     "keeper/node", "keeper/coordinator", "recovery",
 )  # fmt: skip
-MOST_CORE_LINES = 7000
+MOST_CORE_LINES = 7200
 
 # Public dataclasses document their fields by strings, which tools show.
 FIELD_DOCSTRINGS = {"config.py", "types.py", "trainer/results.py"}
