@@ -73,7 +73,8 @@ class StatePlanner:
 
     def reshard(self) -> None:
         """Free unsharded parameters of FSDP: the sharded ones are the state."""
-        reshard(self._sharded)
+        if self._sharded:
+            reshard(self._sharded)
 
     def lookup(self, step: int) -> CachedPlan:
         """Read the state as it is now, and return it with the plan of its copy."""
