@@ -64,6 +64,29 @@ def test_import_loads_neither_torch_nor_numpy() -> None:
     assert loaded == "[]"
 
 
+def test_import_loads_nothing_that_is_slow() -> None:
+    """Modules, not seconds: each of these takes longer than all of keepstep."""
+    slow = {"torch", "numpy", "rich", "asyncio", "http", "ssl", "concurrent", "subprocess", "sympy", "zstandard"}
+    loaded = run(f"import sys, keepstep; print(sorted({slow} & {{m.split('.')[0] for m in sys.modules}}))")
+    assert loaded == "[]"
+
+
+def test_snapshotter_loads_neither_a_compiler_nor_dtensor() -> None:
+    """They would take more time than torch itself; who has an optimizer or a DTensor has loaded them already."""
+    slow = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "sympy", "rich", "asyncio"]
+    code = (
+        "import sys, torch, keepstep\n"
+        f"before = {{name for name in {slow} if name in sys.modules}}\n"
+        "from keepstep.testing.run import LocalRun\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "with LocalRun() as local, keepstep.Snapshotter({'model': model}, local.config()) as snapshots:\n"
+        f"    print([name for name in {slow} if name in sys.modules and name not in before])\n"
+        "    assert snapshots.restore() is None\n"
+        f"    print([name for name in {slow} if name in sys.modules and name not in before])\n"
+    )
+    assert run(code) == "[]\n[]"
+
+
 def test_what_the_keeper_is_made_of_loads_neither_torch_nor_numpy() -> None:
     modules = [
         "arena.checksum",

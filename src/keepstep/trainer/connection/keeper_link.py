@@ -135,10 +135,8 @@ class KeeperLink:
         self._listener = listener
         deadline = time.monotonic() + START_S
         while True:
-            self.ended = ""  # The keeper of a run that just ended may still be exiting.
             try:
                 self._incarnation = self._attempt(may_start=True)
-                self.ended = ""  # Its Ending may arrive when the next keeper has answered already.
                 _links.add(self)
                 return
             except Error:
@@ -325,6 +323,8 @@ class KeeperLink:
         for fd in fds:
             os.close(fd)
         if isinstance(message, Ending):
+            if self._client is None:
+                return  # While connecting: the keeper of a run that just ended is still exiting.
             self.ended = message.reason
             if not self._closed.is_set():
                 log.warning("the keeper has ended (%s); the run is unprotected", message.reason)

@@ -14,16 +14,18 @@ Everything else, and everything odd, is the rank's own: that costs network, a wr
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
-from torch.distributed.tensor import DTensor
 
 from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.plan.replica_shares import ReplicaShares
+from keepstep.trainer.state.dtensors import is_dtensor, local_tensor
 from keepstep.trainer.state.objects import MODULE, OPTIMIZER, StateObjects, unwrap_optimizer
-from keepstep.trainer.state.reader import local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 MIN_REPLICA_BYTES = 1 << 20  # Smaller tensors are stored as the rank's own: a replica set would cost more.
 
@@ -85,7 +87,7 @@ class Replicas:
         if self.sharing is None or nbytes < MIN_REPLICA_BYTES:
             return None
         ranks = self._proven.get(_key(local_tensor(parameter))) if _updates_alike(optimizer) else None
-        if ranks is None and isinstance(parameter, DTensor):
+        if ranks is None and is_dtensor(parameter):
             ranks = self._mesh_ranks(parameter)
         if ranks is None and self._is_named(f"{self._paths.get(id(optimizer), '')}.state"):
             ranks = tuple(range(len(self.sharing.world.nodes)))
@@ -95,7 +97,7 @@ class Replicas:
         ranks = self._proven.get(_key(local_tensor(tensor)))
         if ranks is not None:
             return ranks
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             return self._mesh_ranks(tensor)
         return tuple(range(len(sharing.world.nodes))) if self._is_named(path) else None
 

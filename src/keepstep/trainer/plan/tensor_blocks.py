@@ -14,16 +14,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from keepstep.layout import CHUNK_BYTES, Entry, Layout, ReplicaSet, TensorView, align
 from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.plan.replica_shares import ReplicaShares
-from keepstep.trainer.state.reader import local_part, local_tensor
+from keepstep.trainer.state.dtensors import is_dtensor, local_tensor
+from keepstep.trainer.state.reader import local_part
 from keepstep.trainer.state.structure import Check, spread
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 SPAN_ALIGN = 16  # A range of storage begins at a multiple, so that every dtype in it stays aligned.
 
@@ -207,7 +210,7 @@ class _Addresses:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._locals = list(map(local_tensor, tensors))
         self._complex = [tensor for tensor in self._locals if tensor.is_complex()]
-        self._outer = [tensor for tensor in tensors if type(tensor) is DTensor]
+        self._outer = list(filter(is_dtensor, tensors))
         self._inner = [tensor._local_tensor for tensor in self._outer]
         self._addresses, self._geometry = self._read_addresses(), self._read_geometry()
 
@@ -308,10 +311,10 @@ def _block(
 
 
 def _piece(path: str, tensor: torch.Tensor, part: torch.Tensor, stride: tuple[int, ...], begin: int) -> TensorView:
-    sharded = tensor if isinstance(tensor, DTensor) else getattr(tensor, "data", None)
-    is_sharded = isinstance(sharded, DTensor)
+    sharded = tensor if is_dtensor(tensor) else getattr(tensor, "data", None)
+    is_sharded = is_dtensor(sharded)
     global_shape = tuple(tensor.shape)
-    region = region_of(sharded) if isinstance(sharded, DTensor) else (0,) * part.dim()
+    region = region_of(sharded) if is_dtensor(sharded) else (0,) * part.dim()
     name = str(part.dtype).removeprefix("torch.")
     return TensorView(path, name, tuple(part.shape), stride, begin, global_shape, region, is_sharded)
 

@@ -19,13 +19,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from keepstep.errors import RecoveryError
 from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.plan.tensor_blocks import region_of
 from keepstep.trainer.restore.saved_snapshot import SavedSnapshot
 from keepstep.trainer.state import objects as s
+from keepstep.trainer.state.dtensors import is_dtensor, local_tensor
 from keepstep.trainer.state.module_memory import (
     expected_extras,
     is_odd,
@@ -34,7 +34,6 @@ from keepstep.trainer.state.module_memory import (
     sharded_parts,
     write_extras,
 )
-from keepstep.trainer.state.reader import local_tensor
 from keepstep.trainer.state.rng import (
     dtype_named,
     generator_state,
@@ -273,7 +272,7 @@ class StateWriter:
         dtype = dtype_named(piece.dtype)
         on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
         device = torch.device("cpu") if on_host else parameter.device
-        if piece.sharded and isinstance(parameter, DTensor):
+        if piece.sharded and is_dtensor(parameter):
             if tuple(parameter._local_tensor.shape) != piece.shape:
                 self._problems.append(f"{path}.{key} had the local shape {piece.shape}")
             return torch.empty_like(parameter, dtype=dtype)
@@ -323,7 +322,7 @@ class StateWriter:
                 f"{path} is {tuple(local.shape)} {local.dtype} now and was {piece.shape} {piece.dtype}"
             )
             return
-        if isinstance(live, DTensor) and piece.sharded and region_of(live) != piece.region:
+        if is_dtensor(live) and piece.sharded and region_of(live) != piece.region:
             self._problems.append(f"{path} is the part at {region_of(live)} now and was the part at {piece.region}")
         before, now = self._saved.holders(ref), self._holders_of(live, path)
         if before is not None and now is not None and before != now:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from keepstep.errors import CaptureError, RecoveryError
 
@@ -111,7 +110,7 @@ def _is_flat(part: Any) -> bool:
 
 def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Addresses of the memory of these tensors, as far as this rank holds it."""
-    parts = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    parts = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # that of a DTensor
     return {part.untyped_storage().data_ptr() for part in parts if part.layout is torch.strided and part.numel()}
 
 

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from keepstep.trainer.state.dtensors import is_dtensor
 
 log = logging.getLogger("keepstep")
 
@@ -140,9 +142,11 @@ class OptimizerFence:
         self.waited_s = 0.0
         self._stepped = False
         self.muted = False  # Set while keepstep itself steps an optimizer (arena_size).
-        # torch.compile traces hooks too, and would compile the step anew for every value of a counter in here.
-        outside = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
-        self._handle = register_optimizer_step_pre_hook(outside)
+        self._handles: list[RemovableHandle] = []
+        if self.watched:  # Where there is an optimizer torch has imported its compiler, which takes a second.
+            # torch.compile traces hooks too, and would compile the step anew for every value of a counter in here.
+            outside = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
+            self._handles.append(register_optimizer_step_pre_hook(outside))
 
     def take_stepped(self) -> bool:
         """Whether any optimizer has stepped since the last call, which each `take` makes, captured or not."""
@@ -160,7 +164,8 @@ class OptimizerFence:
             watched.fired = 0
 
     def close(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         watched = self._by_id.get(id(optimizer))
@@ -209,7 +214,7 @@ def _is_capturing() -> bool:
 
 
 def _add_storages(value: Any, owned: set[int], above_bytes: int = 0) -> None:
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         value = value._local_tensor
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and value.nbytes > above_bytes:

@@ -17,11 +17,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from keepstep import values as codec
 from keepstep.errors import CaptureError, IntegrityError
 from keepstep.trainer.state import structure
+from keepstep.trainer.state.dtensors import local_tensor
 from keepstep.trainer.state.module_memory import is_plain, read_extras, read_memory
 from keepstep.trainer.state.objects import (
     GENERATOR,
@@ -314,11 +314,6 @@ def _references(path: str, value: Any) -> Iterator[tuple[str, int]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from _references(f"{path}.{index}", item)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(tensor: torch.Tensor, path: str) -> torch.Tensor:

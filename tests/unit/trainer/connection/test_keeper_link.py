@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -110,5 +112,49 @@ def test_trainer_that_waits_for_a_keeper_tries_at_even_intervals(
         assert starts == []
         start_keeper(run.identity, run.config())
         wait_until(lambda: link.up, what="the link to the next keeper")
+    finally:
+        link.close(finished=False)
+
+
+class EndedMeanwhileLink(KeeperLink):
+    """Its first keeper ends between the greeting and the registration."""
+
+    last_trainer: KeeperLink | None = None
+
+    def _dial(self) -> KeeperClient:
+        client = super()._dial()
+        if self.last_trainer is not None:
+            last_trainer, self.last_trainer = self.last_trainer, None
+            last_trainer.close(finished=True)
+            wait_until(lambda: client.lost, what="the end of the keeper")
+        return client
+
+
+def test_keeper_of_the_run_before_ends_without_a_warning(run: LocalRun, caplog: pytest.LogCaptureFixture) -> None:
+    """Snapshotters that follow each other quickly in one process: the next one meets the keeper that is ending."""
+    register = Register(0, 1, 0, 1, None, "", 0, 1, 2, -1)
+    first = KeeperLink(run.identity, run.config(), register, RankState())
+    first.connect(first._listener)  # type: ignore[arg-type]
+    pid = run.keeper_pid()
+    second = EndedMeanwhileLink(run.identity, run.config(), register, RankState())
+    second.last_trainer = first
+    with caplog.at_level(logging.WARNING, logger="keepstep"):
+        second.connect(second._listener)  # type: ignore[arg-type]
+    try:
+        assert run.keeper_pid() != pid
+        assert second.up
+        assert second.ended == ""
+        assert caplog.messages == []
+    finally:
+        second.close(finished=True)
+
+
+def test_keeper_that_ends_under_a_trainer_is_a_warning(run: LocalRun, caplog: pytest.LogCaptureFixture) -> None:
+    link = KeeperLink(run.identity, run.config(), Register(0, 1, 0, 1, None, "", 0, 1, 2, -1), RankState())
+    link.connect(link._listener)  # type: ignore[arg-type]
+    try:
+        os.kill(run.keeper_pid(), signal.SIGTERM)
+        wait_until(lambda: link.ended != "", what="the end of the keeper")
+        assert "the run is unprotected" in caplog.text
     finally:
         link.close(finished=False)
