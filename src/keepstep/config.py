@@ -195,12 +195,26 @@ class Given(NamedTuple):
     text: bool = False  # from the environment: "3" is a number there
 
 
+# A file that merely lies in the working directory may not choose where this user's processes write and read.
+PATH_SETTINGS = ("runtime_dir", "secret_file", "keeper.log_file", "peers.tls_cert", "peers.tls_key", "peers.tls_ca")
+
+
 def resolve(
-    config: Config | None = None, *, environ: Mapping[str, str] | None = None, directory: Path | None = None
+    config: Config | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+    local_file: bool = True,
 ) -> Config:
-    """The settings in force: what `config` was given, else environment, file, default."""
+    """The settings in force: what `config` was given, else environment, file, default.
+
+    `local_file`: read `keepstep.toml` of the working directory. Commands of an operator, run anywhere, do not.
+    """
     environ = os.environ if environ is None else environ
-    values = _from_file(_config_file(environ, directory))
+    if (named := _named_file(environ)) is not None:
+        values = _from_file(named)
+    else:
+        values = _from_local_file((directory or Path.cwd()) / CONFIG_FILE) if local_file else {}
     values |= _from_environment(environ)
     values |= {name: Given(value, "argument") for name, value in _passed(config).items()}
     resolved = _build(values)
@@ -259,21 +273,35 @@ def _passed(config: Config | None) -> dict[str, Any]:
     return values
 
 
-def _config_file(environ: Mapping[str, str], directory: Path | None) -> Path | None:
+def _named_file(environ: Mapping[str, str]) -> Path | None:
     named = environ.get(ENV_PREFIX + "CONFIG_FILE")
-    if named:
-        if not Path(named).is_file():
-            raise ConfigError(
-                f"KEEPSTEP_CONFIG_FILE={named!r} is not a file", hint="point it to a TOML file or unset it"
-            )
-        return Path(named)
-    path = (directory or Path.cwd()) / CONFIG_FILE
-    return path if path.is_file() else None
+    if not named:
+        return None
+    if not Path(named).is_file():
+        raise ConfigError(f"KEEPSTEP_CONFIG_FILE={named!r} is not a file", hint="point it to a TOML file or unset it")
+    return Path(named)
 
 
-def _from_file(path: Path | None) -> dict[str, Given]:
-    if path is None:
+def _from_local_file(path: Path) -> dict[str, Given]:
+    if not path.is_file():
         return {}
+    status = path.stat()
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+        raise ConfigError(
+            f"{path} belongs to another user or can be written by others",
+            hint="chmod go-w, or name the file that you trust in KEEPSTEP_CONFIG_FILE",
+        )
+    values = _from_file(path)
+    for name in PATH_SETTINGS:
+        if name in values:
+            raise ConfigError(
+                f"{path} sets {name}, which a file that is only found in the working directory may not",
+                hint=f"set {variable(name)}, or name the file in KEEPSTEP_CONFIG_FILE",
+            )
+    return values
+
+
+def _from_file(path: Path) -> dict[str, Given]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

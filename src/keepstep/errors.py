@@ -13,14 +13,21 @@ Restore-side faults always raise. `hint` is what to do next; the command line pr
 
 from __future__ import annotations
 
+_CONTROLS = str.maketrans({chr(code): "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"})
+
+
+def printable(text: str) -> str:
+    """Text of another process without the characters that a terminal obeys."""
+    return text if text.isprintable() else text.translate(_CONTROLS)
+
 
 class Error(Exception):
     """What happened, and in `hint` what to do about it."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = printable(message)
+        self.hint = printable(hint)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message} (try: {self.hint})" if self.hint else self.message

@@ -32,6 +32,16 @@ SCHEDULER_IDS = (
 )
 
 
+class ForeignDirectoryError(KeeperError):
+    """A directory of the keeper's sockets that another user could have prepared. Trying again does not help."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(
+            f"the runtime directory {directory} is not a directory of this user with mode 0700",
+            hint="remove it, or set KEEPSTEP_RUNTIME_DIR to a private directory",
+        )
+
+
 @dataclass(frozen=True)
 class Identity:
     """The run and node that a process belongs to."""
@@ -136,11 +146,23 @@ def ensure_private(directory: Path) -> None:
         raise KeeperError(
             f"the runtime directory {directory} cannot be made: {error.strerror}", hint="set KEEPSTEP_RUNTIME_DIR"
         ) from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise KeeperError(
-            f"the runtime directory {directory} is not a directory of this user with mode 0700",
-            hint="remove it, or set KEEPSTEP_RUNTIME_DIR to a private directory",
-        )
+    if not _is_private(status, os.getuid()):
+        raise ForeignDirectoryError(directory)
+
+
+def check_private(directory: Path, owner: int) -> bool:
+    """Refuse a directory that is not `owner`'s alone. False: there is none."""
+    try:
+        status = directory.lstat()
+    except OSError:
+        return False
+    if not _is_private(status, owner):
+        raise ForeignDirectoryError(directory)
+    return True
+
+
+def _is_private(status: os.stat_result, owner: int) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == owner and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def process_key(pid: int) -> str:

@@ -6,6 +6,7 @@ import ast
 import copy
 import dataclasses
 import inspect
+import os
 import pickle
 import typing
 from pathlib import Path
@@ -77,7 +78,8 @@ def config_with(name: str, value: Any) -> Config:
 def toml(directory: Path, name: str, value: Any) -> Path:
     section, _, leaf = name.rpartition(".")
     text = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
-    path = directory / "keepstep.toml"
+    # A file that is only found in the working directory may not set paths.
+    path = directory / ("named.toml" if name in configs.PATH_SETTINGS else "keepstep.toml")
     path.write_text((f"[{section}]\n" if section else "") + f"{leaf} = {text}\n")
     return path
 
@@ -87,7 +89,8 @@ def env(value: Any) -> str:
 
 
 def resolved(config: Config | None = None, environ: dict[str, str] | None = None, *, at: Path) -> Config:
-    return resolve(config, environ=environ or {}, directory=at)
+    named = {"KEEPSTEP_CONFIG_FILE": str(at / "named.toml")} if (at / "named.toml").exists() else {}
+    return resolve(config, environ={**named, **(environ or {})}, directory=at)
 
 
 @pytest.mark.parametrize("missing", TOGETHER)
@@ -162,6 +165,31 @@ def test_file_named_in_the_environment_is_used_instead_of_the_one_at_hand(tmp_pa
     other = tmp_path / "other.toml"
     other.write_text("every = 9\n")
     assert resolved(environ={"KEEPSTEP_CONFIG_FILE": str(other)}, at=tmp_path).every == 9
+
+
+@pytest.mark.parametrize("name", configs.PATH_SETTINGS)
+def test_file_that_is_only_found_sets_no_paths(tmp_path: Path, name: str) -> None:
+    section, _, leaf = name.rpartition(".")
+    (tmp_path / "keepstep.toml").write_text((f"[{section}]\n" if section else "") + f'{leaf} = "~/.bashrc"\n')
+    assert_names(refused(at=tmp_path), tmp_path / "keepstep.toml", name, variable(name))
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o602])
+def test_file_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
+    toml(tmp_path, "every", 7).chmod(mode)
+    assert_names(refused(at=tmp_path), tmp_path / "keepstep.toml", "can be written by others")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a file of another user")
+def test_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = toml(tmp_path, "every", 7)
+    os.chown(path, 12345, 12345)
+    assert_names(refused(at=tmp_path), path, "belongs to another user")
+
+
+def test_operators_commands_do_not_read_the_file_at_hand(tmp_path: Path) -> None:
+    toml(tmp_path, "every", 7).chmod(0o666)
+    assert resolve(environ={}, directory=tmp_path, local_file=False).every == 1
 
 
 def test_resolving_twice_changes_nothing(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from keepstep._version import VERSION
 from keepstep.arena.memfd import MADV_POPULATE_READ, SEALS, Memfd
 from keepstep.cli.keepers import find_runs
 from keepstep.cli.tables import format_bytes, format_seconds
-from keepstep.config import CONFIG_FILE, Config, as_environment, resolve
+from keepstep.config import Config, as_environment, resolve
 from keepstep.control.status import fetch_status
 from keepstep.errors import Error
 from keepstep.identity import ensure_private, identify, runtime_dir
@@ -121,9 +121,9 @@ def check_settings(config: Config) -> list[Finding]:
 
 def _origin(name: str, value: str) -> str:
     """Source of a value: the command line overrides the environment, which overrides the file."""
-    if as_environment(resolve()).get(name) != value:
+    if as_environment(resolve(local_file=False)).get(name) != value:
         return "the command line"
-    return "the environment" if os.environ.get(name) else os.environ.get("KEEPSTEP_CONFIG_FILE", CONFIG_FILE)
+    return "the environment" if os.environ.get(name) else os.environ["KEEPSTEP_CONFIG_FILE"]
 
 
 def check_run_id(config: Config) -> list[Finding]:

@@ -11,8 +11,6 @@ import argparse
 import contextlib
 import os
 import socket
-import stat
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +19,12 @@ import msgspec
 
 from keepstep.arena.slots import Arena
 from keepstep.config import Config, resolve
-from keepstep.control.client import REQUEST_S, KeeperClient
+from keepstep.control.client import OPERATOR, REQUEST_S, KeeperClient
 from keepstep.control.messages import Hold, WantArenas
+from keepstep.control.private_socket import peer_of
 from keepstep.control.status import fetch_status
 from keepstep.errors import Error, KeeperError
-from keepstep.identity import Identity, identify, runtime_dir
+from keepstep.identity import Identity, check_private, identify, runtime_dir
 from keepstep.types import Status
 
 PROBE_S = 1.0  # to connect to the socket of a card
@@ -70,7 +69,8 @@ def settings(args: argparse.Namespace) -> Config:
 
 def _settings(run_id: str | None, node_id: str | None, directory: str | Path | None) -> Config:
     named = {"run_id": run_id, "node_id": node_id, "runtime_dir": str(directory) if directory else None}
-    return resolve(Config(**{name: value for name, value in named.items() if value is not None}))  # type: ignore[arg-type]
+    given = Config(**{name: value for name, value in named.items() if value is not None})  # type: ignore[arg-type]
+    return resolve(given, local_file=False)
 
 
 # Find a run
@@ -79,9 +79,8 @@ def _settings(run_id: str | None, node_id: str | None, directory: str | Path | N
 def find_runs(config: Config) -> list[KnownRun]:
     """Every run of this user on this node that has a card, also of dead keepers."""
     directory = runtime_dir(config)
-    if not directory.exists():
+    if not check_private(directory, _owner(directory, config)):
         return []
-    _check_private(directory, named=bool(config.runtime_dir))
     runs = [_read_run(card, directory) for card in sorted(directory.glob("*/keeper.json"))]
     return sorted((run for run in runs if run is not None), key=lambda run: (run.identity.run_id, run.identity.node_id))
 
@@ -148,14 +147,12 @@ def _no_run(config: Config, *, dead: list[KnownRun]) -> KeeperError:
     )
 
 
-def _check_private(directory: Path, *, named: bool) -> None:
-    status = directory.lstat()
-    ours = status.st_uid == os.getuid() or (named and os.getuid() == 0)
-    if not stat.S_ISDIR(status.st_mode) or not ours or stat.S_IMODE(status.st_mode) & 0o077:
-        raise KeeperError(
-            f"the runtime directory {directory} is not a directory of this user with mode 0700",
-            hint="--runtime-dir PATH, or KEEPSTEP_RUNTIME_DIR",
-        )
+def _owner(directory: Path, config: Config) -> int:
+    """Root may name the directory of any user; the default directory is always this user's own."""
+    if config.runtime_dir and os.geteuid() == 0:
+        with contextlib.suppress(OSError):
+            return directory.lstat().st_uid
+    return os.geteuid()
 
 
 def _read_run(path: Path, directory: Path) -> KnownRun | None:
@@ -164,6 +161,8 @@ def _read_run(path: Path, directory: Path) -> KnownRun | None:
         with path.open("rb") as file:
             card = msgspec.json.decode(file.read(MAX_CARD_BYTES), type=Card)
     except (OSError, msgspec.DecodeError):
+        return None
+    if not (card.run_id.isprintable() and card.node_id.isprintable()):  # no keeper of keepstep has such names
         return None
     identity = Identity(card.run_id, card.node_id, directory, outlives_launch=True)
     return KnownRun(identity, card, _listens(identity.control_socket)) if identity.card == path else None
@@ -195,19 +194,17 @@ def read_status(run_id: str | None = None, node_id: str | None = None, runtime_d
 @contextlib.contextmanager
 def connect(identity: Identity, config: Config) -> Iterator[KeeperClient]:
     """A control connection for the length of a `with` block."""
-    link = KeeperClient(identity, "cli", timeout_s=REQUEST_S)
+    link = KeeperClient(identity, OPERATOR, timeout_s=REQUEST_S)
     try:
         yield link
     finally:
         link.close()
 
 
-def peer_pid(link: KeeperClient) -> int:
-    """The keeper's pid as the kernel reports it to this process; 0 when it is in another PID namespace."""
+def peer(link: KeeperClient) -> tuple[int, int]:
+    """The keeper's pid and uid as the kernel reports them; pid 0 when it is in another PID namespace."""
     with socket.socket(fileno=os.dup(link.fileno())) as sock:
-        size = struct.calcsize("3i")
-        pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0]
-    return pid
+        return peer_of(sock)
 
 
 @dataclass

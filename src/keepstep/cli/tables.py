@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from keepstep.errors import printable
 
 LOG_WIDTH = 120  # columns where the output is no terminal: a log is not cut at 80
+
+
+class PrintableConsole(Console):
+    """Removes what a terminal would obey from strings: names in memory may be anything."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
 
 
 def open_console() -> Console:
     """Standard output. Markup is off: names of runs and tensors may hold square brackets."""
     width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else LOG_WIDTH
-    return Console(markup=False, highlight=False, emoji=False, width=width)
+    return PrintableConsole(markup=False, highlight=False, emoji=False, width=width)
 
 
 def make_table(*columns: str, title: str | None = None) -> Table:

@@ -13,7 +13,6 @@ import itertools
 import os
 import socket
 import threading
-import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol, TypeVar
@@ -26,11 +25,13 @@ from keepstep.control.messages import (
     Refused,
     Welcome,
 )
+from keepstep.control.private_socket import open_socket
+from keepstep.control.status import without_controls
 from keepstep.errors import KeeperError
 from keepstep.identity import Identity
 
 CONNECT_S = 5.0
-CONNECT_RETRY_S = 0.01
+OPERATOR = "cli"  # The role of the command line: as root it may connect to a user's keeper
 JOIN_S = 5.0
 REQUEST_S = 60.0  # Deadline for an answer, restoring and memory excepted: a keeper that takes longer hangs
 RESTORE_S = 600.0  # Deadline for what reads or makes memory: the decision what to restore, verification, new arenas
@@ -67,9 +68,10 @@ class KeeperClient:
         self._tickets = itertools.count(1)
         self._waiting: dict[int, Future[tuple[Any, list[int]]]] = {}
         self._lock = threading.Lock()
+        self._operator = role == OPERATOR
         self._closed = False
         self._shut_down = False
-        self._socket = _connect(identity, timeout_s)
+        self._socket = _connect(identity, timeout_s, operator=self._operator)
         self._thread = threading.Thread(target=self._read, name="keepstep-link", daemon=True)
         self._thread.start()
         try:
@@ -166,6 +168,8 @@ class KeeperClient:
                 self._listener.on_lost()
 
     def _deliver(self, message: Any, fds: list[int]) -> None:
+        if self._operator:
+            message = _fit_for_terminal(message)
         future = self._waiting.get(getattr(message, "ticket", 0) or 0)
         if future is not None and not future.done():
             future.set_result((message, fds))
@@ -176,24 +180,20 @@ class KeeperClient:
                 os.close(fd)
 
 
-def _connect(identity: Identity, timeout_s: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    sock.settimeout(timeout_s)
-    deadline = time.monotonic() + timeout_s
+def _connect(identity: Identity, timeout_s: float, *, operator: bool) -> socket.socket:
     try:
-        while True:
-            try:
-                sock.connect(str(identity.control_socket))
-                break
-            except BlockingIOError:  # The backlog is full: a unix socket does not wait by itself.
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(CONNECT_RETRY_S)
+        sock = open_socket(identity, identity.control_socket, timeout_s, operator=operator)
     except OSError as error:
-        sock.close()
         raise KeeperError(
             f"no keeper answers for run {identity.run_id!r} on node {identity.node_id!r}: {error.strerror or error}",
             hint="keepstep status lists the runs of this node",
         ) from error
     sock.settimeout(None)
     return sock
+
+
+def _fit_for_terminal(message: Any) -> Any:
+    """The same message; a command prints the names and reasons in it."""
+    import msgspec
+
+    return msgspec.convert(without_controls(msgspec.to_builtins(message)), type(message))

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
 from keepstep.control.messages import CardIs, Membership, NodeCard
 from keepstep.errors import ConfigError
 from keepstep.types import Incarnation, Version
-
-SECRET_BYTES = 32
-MAX_SECRET_BYTES = 4096
 
 
 class IncarnationEnd(msgspec.Struct, frozen=True):
@@ -103,10 +99,14 @@ def agree(
 
 
 def membership(agreement: RoundAgreement, node_rank: int, own_secret: bytes) -> Membership:
-    """The message of one node to its own keeper."""
-    return Membership(
-        agreement.incarnation, agreement.nodes, node_rank, agreement.secret or own_secret, agreement.former
-    )
+    """The message of one node to its own keeper. With a secret of its own it takes none from the store."""
+    if own_secret and agreement.secret not in (b"", own_secret):
+        raise ConfigError(
+            "the rendezvous store holds another secret than secret_file, and somebody may have written it there",
+            hint="the same secret_file on all nodes; else find out who can write the store",
+        )
+    secret = own_secret or agreement.secret
+    return Membership(agreement.incarnation, agreement.nodes, node_rank, secret, agreement.former)
 
 
 def with_own_card(membership: Membership, card: NodeCard) -> Membership:
@@ -128,23 +128,6 @@ def check_losses(losses: int, num_nodes: int) -> None:
             f"parity.losses = {losses} nodes cannot be lost out of {num_nodes}",
             hint=f"the largest possible value is {num_nodes - 1}: KEEPSTEP_PARITY_LOSSES={num_nodes - 1}",
         )
-
-
-def read_secret(secret_file: str) -> bytes:
-    """The job's secret from its file; b"" when there is none."""
-    if not secret_file:
-        return b""
-    try:
-        with Path(secret_file).open("rb") as file:
-            secret = file.read(MAX_SECRET_BYTES + 1).strip()
-    except OSError as error:
-        raise ConfigError(f"secret_file {secret_file} cannot be read: {error.strerror}") from error
-    if not secret or len(secret) > MAX_SECRET_BYTES:
-        raise ConfigError(
-            f"secret_file {secret_file} is empty or longer than {MAX_SECRET_BYTES} bytes",
-            hint=f"head -c {SECRET_BYTES} /dev/urandom | base64 > {secret_file}",
-        )
-    return secret
 
 
 def _natural(node_id: str) -> list[tuple[int, str]]:

@@ -10,13 +10,13 @@ import array
 import contextlib
 import os
 import socket
-import struct
 import time
 from collections import deque
 from typing import Any
 
 from keepstep import faults
 from keepstep.control.framing import FrameError, FrameReader, pack, receive
+from keepstep.control.private_socket import peer_of
 
 MAX_QUEUED_BYTES = 4 << 20  # for a process that does not read
 
@@ -28,7 +28,7 @@ class Connection:
         self.number = number
         self.sock = sock
         sock.setblocking(False)
-        self.pid, self.uid = _peer(sock)
+        self.pid, self.uid = peer_of(sock)
         self.role = ""
         self.since = time.monotonic()
         self.held: set[str] = set()  # memfds that the other side has confirmed
@@ -98,9 +98,3 @@ class Connection:
 def _close_all(fds: list[int]) -> None:
     while fds:
         os.close(fds.pop())
-
-
-def _peer(sock: socket.socket) -> tuple[int, int]:
-    size = struct.calcsize("3i")
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return pid, uid

@@ -22,8 +22,6 @@ import threading
 import time
 from typing import Any, Protocol, TypeVar
 
-import msgspec
-
 from keepstep.config import Config
 from keepstep.control.client import CONNECT_S, REQUEST_S, KeeperClient
 from keepstep.control.held_memory import HeldMemory
@@ -44,8 +42,9 @@ from keepstep.control.messages import (
     WantStatus,
 )
 from keepstep.control.spawn import start_keeper
+from keepstep.control.status import decode_status
 from keepstep.errors import Error, KeeperError
-from keepstep.identity import Identity
+from keepstep.identity import ForeignDirectoryError, Identity
 from keepstep.types import Status
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 2.0
@@ -83,7 +82,7 @@ class KeeperSupervisor:
         Not patient: the first failed attempt raises. Patient: attempts go on until `timeout_s` is over.
         """
         answer = self._request(WantStatus(), StatusIs, timeout_s=timeout_s, patient=patient)
-        return msgspec.json.decode(answer.json, type=Status)
+        return decode_status(answer.json)
 
     def card(self, *, timeout_s: float, patient: bool) -> CardIs:
         """The keeper's card; one is started if none is up."""
@@ -138,7 +137,8 @@ class KeeperSupervisor:
             self._changed.notify_all()
             while self._client is None or self._client.lost:
                 remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0 or (self._failures > failures and not patient):
+                hopeless = not patient or isinstance(self._problem, ForeignDirectoryError)
+                if remaining_s <= 0 or (self._failures > failures and hopeless):
                     raise KeeperError(
                         f"this node's keeper is not up: {self._problem or 'it did not answer in time'}",
                         hint="keepstep doctor",
@@ -207,6 +207,8 @@ class KeeperSupervisor:
         while True:
             try:
                 return KeeperClient(self._identity, "launcher", listener=self)
+            except ForeignDirectoryError:
+                raise
             except KeeperError:
                 if time.monotonic() > deadline:
                     raise
@@ -239,6 +241,6 @@ class KeeperSupervisor:
 def _release_if_idle(client: KeeperClient) -> None:
     """End a keeper without memory and without other connections: it would only wait for its lease."""
     answer, _ = client.request(WantStatus(), StatusIs, timeout_s=CLOSE_S)
-    status = msgspec.json.decode(answer.json, type=Status)
+    status = decode_status(answer.json)
     if status.memory_bytes == 0 and status.keeper.holders <= 1:
         client.request(Release(), Done, timeout_s=CLOSE_S)

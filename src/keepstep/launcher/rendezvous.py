@@ -35,8 +35,9 @@ from torch.distributed.elastic.rendezvous import (
 
 from keepstep.config import Config
 from keepstep.control.client import REQUEST_S
-from keepstep.control.membership import IncarnationEnd, NodeClaim, RoundAgreement, check_losses, membership, read_secret
+from keepstep.control.membership import IncarnationEnd, NodeClaim, RoundAgreement, check_losses, membership
 from keepstep.control.messages import CardIs, NodeCard
+from keepstep.control.secret_file import read_secret
 from keepstep.control.spawn import START_S
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
@@ -72,7 +73,7 @@ class KeepstepRendezvous(RendezvousHandler):
         """`store`: the connection that torch made; on the node that serves the store, the server itself."""
         self._served, self._params = store, params
         self._identity, self._config = identity, config
-        self._secret = read_secret(config.secret_file)
+        self._secret = read_secret(config)
         self._alone = params.max_nodes == 1
         self._supervisor = KeeperSupervisor(identity, config, listener=self)
         self._agent = RendezvousAgent(

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from keepstep.control.status import without_controls
 from keepstep.launcher.rounds import RoundState
 
 REREAD_S = 5.0
@@ -49,7 +50,7 @@ class RoundDocument:
             return self._state
         text = store.compare_set("board", "", "").decode()  # Unlike `get`, does not wait for the first writer.
         self._text, self._changes, self._read_at = text, changes, now
-        self._state = msgspec.json.decode(text, type=RoundState) if text else RoundState()
+        self._state = _decode(text) if text else RoundState()
         return self._state
 
     def write(self, store: Store, state: RoundState) -> RoundState | None:
@@ -69,3 +70,8 @@ class RoundDocument:
         """Apply a change, again if another agent writes at the same time."""
         while self.write(store, change(self.read(store))) is None:
             pass
+
+
+def _decode(text: str) -> RoundState:
+    """The document as anybody may have written it: its names and reasons are logged."""
+    return msgspec.convert(without_controls(msgspec.json.decode(text)), RoundState)

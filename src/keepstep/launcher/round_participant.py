@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from keepstep.control.membership import SECRET_BYTES, NodeClaim, agree, newest_members
+from keepstep.control.membership import NodeClaim, agree, newest_members
 from keepstep.control.messages import NodeCard
+from keepstep.control.secret_file import SECRET_BYTES
 from keepstep.launcher.round_document import RoundDocument, Store
 from keepstep.launcher.rounds import (
     AgentId,

@@ -38,7 +38,6 @@ CONTROL, DATA = 1, 2
 ACCEPTED, ALREADY_LINKED, UNKNOWN_PEER = 0, 1, 2
 NO_SESSION = bytes(16)
 HANDSHAKE_S = 5.0  # A connection that has not authenticated by then is closed.
-MIN_SECRET_BYTES = 16
 MAX_IDENTITY_BYTES = 2048
 
 _HELLO = struct.Struct("<4sBB2x32s16s")

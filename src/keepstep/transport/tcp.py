@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from keepstep.config import PeersConfig
+from keepstep.control.secret_file import MIN_SECRET_BYTES
 from keepstep.errors import ConfigError
 from keepstep.transport.address import listen_on, resolve_address, socket_towards
 from keepstep.transport.connection import PeerSocket, PeerSocketError, Tls, channel_binding
@@ -32,7 +33,6 @@ from keepstep.transport.handshake import (
     CONTROL,
     DATA,
     HANDSHAKE_S,
-    MIN_SECRET_BYTES,
     UNKNOWN_PEER,
     AuthError,
     DialingHandshake,

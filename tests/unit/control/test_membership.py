@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import msgspec
 import pytest
 
 from keepstep.control.membership import (
@@ -13,7 +12,6 @@ from keepstep.control.membership import (
     check_losses,
     membership,
     newest_members,
-    read_secret,
     with_own_card,
 )
 from keepstep.control.messages import NodeCard
@@ -75,6 +73,13 @@ def test_a_secret_in_a_file_does_not_travel() -> None:
     assert membership(agree([known("a"), known("b")], [], nonce=1, secret=b"drawn"), 0, b"").secret == b"drawn"
 
 
+def test_another_secret_in_the_store_does_not_replace_that_of_the_file() -> None:
+    agreed = agree([known("a", has_secret=True), known("b", has_secret=True)], [], nonce=1, secret=b"drawn")
+    forged = msgspec.structs.replace(agreed, secret=b"of a stranger")
+    with pytest.raises(ConfigError, match="another secret than secret_file"):
+        membership(forged, 0, b"from a file")
+
+
 def test_a_secret_file_on_some_nodes_only_is_refused_by_name() -> None:
     agreed = agree([known("a", has_secret=True), known("b")], [], nonce=1, secret=b"drawn")
     assert "not on b" in agreed.refusal
@@ -99,15 +104,3 @@ def test_too_many_losses_are_refused_with_the_largest_possible_value() -> None:
     check_losses(1, 2)
     with pytest.raises(ConfigError, match="the largest possible value is 2"):
         check_losses(3, 3)
-
-
-def test_an_empty_secret_file_is_refused(tmp_path: Path) -> None:
-    assert read_secret("") == b""
-    path = tmp_path / "secret"
-    path.write_bytes(b"\n")
-    with pytest.raises(ConfigError, match="empty"):
-        read_secret(str(path))
-    path.write_bytes(b"abc\n")
-    assert read_secret(str(path)) == b"abc"
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_secret(str(tmp_path / "none"))

@@ -20,7 +20,7 @@ from keepstep.arena import records as h
 from keepstep.arena.slots import Arena
 from keepstep.cli.keepers import BorrowedArenas, add_choice, borrow_arenas, choose_run, connect, settings
 from keepstep.cli.tables import format_bytes, format_seconds, make_table, open_console
-from keepstep.errors import IntegrityError, KeeperError
+from keepstep.errors import IntegrityError, KeeperError, printable
 
 READ_TRIES = 5  # a slot is rewritten once per snapshot at most: after so many failures it is damaged
 
@@ -187,7 +187,7 @@ def _print(inspection: Inspection, console: Console) -> None:
     for arena in inspection.arenas:
         console.print(_render_arena(arena))
     for arena_id, problem in inspection.refused.items():
-        console.print(Text(f"arena {arena_id}: {problem}", style="red"))
+        console.print(Text(printable(f"arena {arena_id}: {problem}"), style="red"))
 
 
 def _render_arena(arena: ArenaSummary) -> Group:
@@ -200,7 +200,7 @@ def _render_arena(arena: ArenaSummary) -> Group:
     table = make_table(*columns)
     for slot in arena.slots:
         table.add_row(*_slot_cells(slot))
-    return Group(Text(title), table)
+    return Group(Text(printable(title)), table)
 
 
 def _slot_cells(slot: SlotSummary) -> list[str]:

@@ -11,7 +11,7 @@ import os
 import select
 from dataclasses import dataclass
 
-from keepstep.cli.keepers import KnownRun, add_choice, choose_run, connect, find_meant, find_runs, peer_pid, settings
+from keepstep.cli.keepers import KnownRun, add_choice, choose_run, connect, find_meant, find_runs, peer, settings
 from keepstep.cli.tables import format_bytes
 from keepstep.config import Config
 from keepstep.control.client import REQUEST_S
@@ -75,7 +75,7 @@ def release(identity: Identity, config: Config, *, force: bool = False) -> Relea
     """End one keeper. Refused while trainers live, unless forced."""
     before = fetch_status(identity)
     with connect(identity, config) as link:
-        pid = peer_pid(link)
+        pid = peer(link)[0]
         pidfd = os.pidfd_open(pid) if pid else -1
         try:
             link.request(Release(force), Done, timeout_s=REQUEST_S)

@@ -16,7 +16,7 @@ from keepstep.cli.drills.processes import (
     send,
     wait_until_dead,
 )
-from keepstep.cli.keepers import connect, peer_pid
+from keepstep.cli.keepers import connect, peer
 from keepstep.cli.risk import losses_left, newest_done, of_dead_node
 from keepstep.cli.tables import count
 from keepstep.config import Config
@@ -52,7 +52,7 @@ def choose_trainers(status: Status, *, rank: int | None, every: bool) -> list[Ra
 def kill(link: KeeperClient, ranks: dict[int, int], config: Config) -> Status:
     """SIGKILL trainers by pid, all or none. Returns the status from just before."""
     with contextlib.ExitStack() as stack:
-        pidfds = {pid: open_pidfd(pid, stack) for pid in ranks}
+        pidfds = {pid: open_pidfd(link, pid, stack) for pid in ranks}
         status = ask_status(link, config)
         living = {trainer.pid: trainer.rank for trainer in status.ranks if trainer.alive}
         for pid, rank in ranks.items():
@@ -77,10 +77,10 @@ def _after_trainers(status: Status) -> str:
 
 def kill_keeper(args: argparse.Namespace, identity: Identity, config: Config) -> int:
     with connect(identity, config) as link, contextlib.ExitStack() as stack:
-        pid = peer_pid(link)
+        pid = peer(link)[0]
         if not pid:
             raise KeeperError("the keeper runs in another PID namespace", hint="run the drill inside its container")
-        pidfd = open_pidfd(pid, stack)
+        pidfd = open_pidfd(link, pid, stack)
         status = ask_status(link, config)  # it answers on this connection: the pidfd is its own
         risk = "" if status.keeper.holders else " NO OTHER PROCESS HOLDS THE MEMORY: the state will be lost."
         if not confirmed(f"SIGKILL the keeper (pid {pid}) of run {identity.run_id!r}?{risk}", args):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from keepstep.cli.drills.processes import NOT_CONFIRMED, ask_status, check_same_namespace, confirmed, open_pidfd, send
-from keepstep.cli.keepers import connect, peer_pid
+from keepstep.cli.keepers import connect, peer
 from keepstep.cli.risk import away_from, newest_done
 from keepstep.cli.signals import ended_in_order
 from keepstep.config import Config
@@ -32,8 +32,8 @@ NOT_HEALED = 3
 def freeze_peer(args: argparse.Namespace, identity: Identity, config: Config) -> int:
     with ended_in_order(), connect(identity, config) as link, contextlib.ExitStack() as stack:
         check_same_namespace(link)
-        pid = peer_pid(link)
-        pidfd = open_pidfd(pid, stack)
+        pid = peer(link)[0]
+        pidfd = open_pidfd(link, pid, stack)
         before = check_group(ask_status(link, config))
         question = f"SIGSTOP the keeper (pid {pid}) of node {identity.node_id!r} for {args.seconds:g} s?"
         if not confirmed(question, args):

@@ -1,7 +1,8 @@
 """Confirmation, and signals to processes of a run.
 
 Signals are sent by pidfd. A pidfd is opened before the keeper reports once more which process is which, so that a
-signal never reaches another process that was given the same pid.
+signal never reaches another process that was given the same pid. And only processes of the keeper's own user are
+signalled: a keeper that names others would have root kill them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
-from keepstep.cli.keepers import peer_pid
+from keepstep.cli.keepers import peer
 from keepstep.config import Config
 from keepstep.control.client import REQUEST_S, KeeperClient
 from keepstep.control.messages import ProcessesAre, StatusIs, WantProcesses, WantStatus
+from keepstep.control.status import decode_status
 from keepstep.errors import KeeperError
 from keepstep.types import Status
 
@@ -45,25 +45,34 @@ def confirmed(question: str, args: argparse.Namespace) -> bool:
 
 def ask_status(link: KeeperClient, config: Config) -> Status:
     answer, _ = link.request(WantStatus(), StatusIs, timeout_s=REQUEST_S)
-    return msgspec.json.decode(answer.json, type=Status)
+    return decode_status(answer.json)
 
 
 def check_same_namespace(link: KeeperClient) -> None:
     """Refuse the drill unless pids mean the same processes here as in the keeper."""
     try:
-        same = os.readlink(f"/proc/{peer_pid(link)}/ns/pid") == os.readlink("/proc/self/ns/pid")
+        same = os.readlink(f"/proc/{peer(link)[0]}/ns/pid") == os.readlink("/proc/self/ns/pid")
     except OSError:
         same = False
     if not same:
         raise KeeperError("the keeper runs in another PID namespace", hint="run the drill inside its container")
 
 
-def open_pidfd(pid: int, stack: contextlib.ExitStack) -> int:
+def open_pidfd(link: KeeperClient, pid: int, stack: contextlib.ExitStack) -> int:
+    """Open a process that the keeper has named. Raises when it belongs to another user than the keeper."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         raise KeeperError(f"process {pid} is gone already", hint="keepstep status") from None
     stack.callback(os.close, pidfd)
+    _, owner = peer(link)
+    uids = _uids(pid)
+    if select.select([pidfd], [], [], 0)[0]:  # what was read may be of a later process with this pid
+        raise KeeperError(f"process {pid} is gone already", hint="keepstep status")
+    if uids != {owner}:
+        raise KeeperError(
+            f"process {pid} does not belong to user {owner}, whose keeper named it", hint="nothing was done"
+        )
     return pidfd
 
 
@@ -86,7 +95,7 @@ def hold_still(link: KeeperClient, config: Config, stack: contextlib.ExitStack) 
     pidfds = {}
     for pid in _reported(link, config):
         with contextlib.suppress(KeeperError):
-            pidfds[pid] = open_pidfd(pid, stack)
+            pidfds[pid] = open_pidfd(link, pid, stack)
     again = _reported(link, config)  # the keeper follows them by pidfd: a pid reported again is the same process
     pidfds = {pid: pidfd for pid, pidfd in pidfds.items() if pid in again}
     if _ancestry(os.getpid()) & pidfds.keys():
@@ -99,7 +108,7 @@ def hold_still(link: KeeperClient, config: Config, stack: contextlib.ExitStack) 
             break
         for pid in new:
             with contextlib.suppress(KeeperError):
-                pidfd = open_pidfd(pid, stack)
+                pidfd = open_pidfd(link, pid, stack)
                 if _parent(pid) in pidfds:
                     pidfds[pid] = pidfd
                     send(pidfd, signal.SIGSTOP)
@@ -109,7 +118,7 @@ def hold_still(link: KeeperClient, config: Config, stack: contextlib.ExitStack) 
 def _reported(link: KeeperClient, config: Config) -> list[int]:
     """Processes that the keeper reports. Launchers first: one that still runs would start trainers again."""
     processes, _ = link.request(WantProcesses(), ProcessesAre, timeout_s=REQUEST_S)
-    return [*processes.launchers, *processes.trainers, peer_pid(link)]
+    return [*processes.launchers, *processes.trainers, peer(link)[0]]
 
 
 def _children(pids: Iterable[int]) -> set[int]:
@@ -119,6 +128,16 @@ def _children(pids: Iterable[int]) -> set[int]:
             with contextlib.suppress(OSError):
                 children.update(map(int, path.read_text().split()))
     return children
+
+
+def _uids(pid: int) -> set[int]:
+    """Real, effective, saved and file-system user of a process; empty when it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    line = next((line for line in status.splitlines() if line.startswith("Uid:")), "Uid:")
+    return set(map(int, line.split()[1:]))
 
 
 def _parent(pid: int) -> int:

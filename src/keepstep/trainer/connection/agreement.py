@@ -23,19 +23,18 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from keepstep.config import Config
 from keepstep.control.client import REQUEST_S, KeeperClient
 from keepstep.control.membership import (
-    SECRET_BYTES,
     NodeClaim,
     RoundAgreement,
     agree,
     check_losses,
     membership,
     newest_members,
-    read_secret,
 )
 from keepstep.control.messages import CardIs, Done, Membership, NodeCard, WantCard
+from keepstep.control.secret_file import SECRET_BYTES, read_secret
 from keepstep.control.spawn import START_S, start_keeper
 from keepstep.errors import ConfigError, KeeperError
-from keepstep.identity import Identity
+from keepstep.identity import ForeignDirectoryError, Identity
 from keepstep.trainer.connection.environment import RankPlace
 from keepstep.types import Incarnation
 
@@ -71,7 +70,7 @@ def meet(identity: Identity, config: Config, place: RankPlace) -> AgreedIncarnat
     """Agree with all other trainers of the round. Every wait ends after `REQUEST_S`."""
     deadline = time.monotonic() + REQUEST_S
     store = _store(place, REQUEST_S)
-    secret = read_secret(config.secret_file)
+    secret = read_secret(config)
     answer = RankAnswer(secrets.token_hex(8))
     client = None
     try:
@@ -145,6 +144,8 @@ def _keeper(identity: Identity, config: Config) -> KeeperClient:
     while True:
         try:
             return KeeperClient(identity, "trainer")
+        except ForeignDirectoryError:
+            raise
         except KeeperError:
             if time.monotonic() > deadline:
                 raise

@@ -42,8 +42,9 @@ from keepstep.control.messages import (
     WantStatus,
 )  # fmt: skip
 from keepstep.control.spawn import START_S, start_keeper
+from keepstep.control.status import decode_status
 from keepstep.errors import RESTART_CURES, Error, KeeperError
-from keepstep.identity import Identity
+from keepstep.identity import ForeignDirectoryError, Identity
 from keepstep.trainer.connection.agreement import meet_if_needed
 from keepstep.trainer.connection.environment import RankPlace, registration
 from keepstep.types import Incarnation, Status, TakeCounts, Version
@@ -139,8 +140,8 @@ class KeeperLink:
                 self._incarnation = self._attempt(may_start=True)
                 _links.add(self)
                 return
-            except Error:
-                if self._refused or time.monotonic() >= deadline:
+            except Error as error:
+                if self._refused or isinstance(error, ForeignDirectoryError) or time.monotonic() >= deadline:
                     self._closed.set()
                     self.memory.close()
                     raise
@@ -206,7 +207,7 @@ class KeeperLink:
 
     def status(self) -> Status:
         answer, _ = self.request(WantStatus(), StatusIs, timeout_s=REQUEST_S)
-        return msgspec.json.decode(answer.json, type=Status)
+        return decode_status(answer.json)
 
     def close(self, *, finished: bool) -> None:
         self._closed.set()
@@ -236,8 +237,8 @@ class KeeperLink:
         self._refused = False
         try:
             client = self._dial()
-        except KeeperError:
-            if not may_start:
+        except KeeperError as error:
+            if not may_start or isinstance(error, ForeignDirectoryError):
                 raise
             start_keeper(self.identity, self.config)
             client = self._dial()
