@@ -8,6 +8,8 @@ Written by control/client.py (trainers, launchers, commands) and keeper/requests
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from keepstep.errors import KINDS, Error, KeeperError
@@ -87,7 +89,7 @@ class NodeCard(msgspec.Struct, frozen=True):
     node_id: str
     instance: str  # Of the keeper. A node that returns with empty memory has the same id and another instance.
     address: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
     domain: str = ""  # Failure domain, for example the rack.
 
 

@@ -1,5 +1,6 @@
 """The keeper: one process per node and job that outlives the trainers.
 
+    log_file        the log, bounded
     process         the loop: sockets, pidfds, timers, results of threads
     requests        requests on the control socket          connection  one connection of it
     executor        carries out the effects of the core

@@ -7,35 +7,21 @@ standard error (1). The keeper itself has no terminal, no parent and no open pip
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 from keepstep.config import Config, resolve
 from keepstep.control.spawn import ALREADY_RUNNING
 from keepstep.errors import Error
 from keepstep.identity import Identity, identify
+from keepstep.keeper.log_file import log_to
 from keepstep.keeper.process import Keeper
 from keepstep.keeper.singleton import AlreadyRunningError
 
 # Killing the keeper would free nothing while trainers hold the memory: ask the OOM killer to choose others first.
 OOM_SCORE = "-500"
-_LOG_FIELDS = set(vars(logging.makeLogRecord({})))
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object per line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, Any] = {k: v for k, v in vars(record).items() if k not in _LOG_FIELDS}
-        line = {"time": round(time.time(), 3), "level": record.levelname, "event": record.getMessage(), **fields}
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
 
 
 def main(arguments: list[str]) -> int:
@@ -57,7 +43,7 @@ def main(arguments: list[str]) -> int:
 def serve(identity: Identity, config: Config) -> None:
     """In the foreground, before the job: systemd, a sidecar. Waits for its first trainer without a limit."""
     keeper = Keeper(identity, config, sidecar=True)
-    _log_to(None)
+    log_to(None)
     _avoid_oom_killer()
     keeper.run()
 
@@ -91,7 +77,7 @@ def _serve_detached(identity: Identity, config: Config, write: int) -> None:
     try:
         keeper = Keeper(identity, config)
         _close_standard_streams()
-        _log_to(Path(config.keeper.log_file) if config.keeper.log_file else identity.directory / "keeper.log")
+        log_to(Path(config.keeper.log_file) if config.keeper.log_file else identity.directory / "keeper.log")
         _avoid_oom_killer()
     except AlreadyRunningError as error:
         os.write(write, f"{ALREADY_RUNNING} {error}".encode())
@@ -113,15 +99,6 @@ def _close_standard_streams() -> None:
     for stream in (0, 1, 2):
         os.dup2(null, stream)
     os.close(null)
-
-
-def _log_to(path: Path | None) -> None:
-    handler: logging.Handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler()
-    handler.setFormatter(JsonLines())
-    logger = logging.getLogger("keepstep")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
 
 
 if __name__ == "__main__":
