@@ -1,6 +1,6 @@
 """The keeper's log: one JSON object per line, in a file that stays small whatever peers and local processes send.
 
-The file lies in the runtime directory, often a small tmpfs. At `MAX_BYTES` it is replaced, and the one before it is kept.
+It lies in the runtime directory, often a small tmpfs. At `MAX_BYTES` it is replaced, and the one before it is kept.
 A line that comes too often is counted instead: its text without the values is the same each time.
 """
 
