@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,12 @@ def check(tmp_path: Path, program: str, *options: str, **environ: str) -> tuple[
     command = [sys.executable, "-m", "keepstep.cli.main", "check", "--report", str(report), *options, "--"]
     command += [sys.executable, str(PROGRAMS / program)]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")}
-    before = leftovers()
-    done = subprocess.run(command, env=kept | environ, capture_output=True, text=True, timeout=115, check=False)
-    assert leftovers() <= before, "a check leaves nothing"
+    with tempfile.TemporaryDirectory(prefix="ks-t-", dir="/tmp") as parent:
+        environ["TMPDIR"] = parent
+        done = subprocess.run(command, env=kept | environ, capture_output=True, text=True, timeout=115, check=False)
+        assert not list(Path(parent).glob("ks-check-*")), "a check leaves nothing"
     found = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     return done.returncode, done.stdout + done.stderr, found
-
-
-def leftovers() -> set[str]:
-    return {str(path) for path in Path("/tmp").glob("ks-check-*")}
 
 
 @pytest.mark.timeout(120)

@@ -39,7 +39,7 @@ ASIDE = {
         "keeper/node/grants.py": "the first grant follows the restore",
         "keeper/transfer/protect.py": "parity of what was restored is built while the ranks still load",
         "launcher/crash_loops.py": "counts the failure, and has nothing to do",
-        "trainer/state/recorder.py": "asks the environment whether keepstep check runs",
+        "trainer/check/recorder.py": "asks the environment whether keepstep check runs",
     },
 }
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from keepstep.check.script import CheckResult, CheckSettings
+from keepstep.check.run_order import CheckResult, CheckSettings
 
 MAX_PATHS = 8
 

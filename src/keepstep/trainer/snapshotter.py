@@ -13,11 +13,18 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from keepstep.config import Config, resolve
+from keepstep.config import Config
 from keepstep.errors import ConfigError, Error
 from keepstep.trainer.capture.capture import Capture
 from keepstep.trainer.capture.grants import GrantReader, Skip, SlotGrant, TakeStatistics, TakeWait
-from keepstep.trainer.connection.environment import World, find_identity, find_place, warn_about_shared_store
+from keepstep.trainer.check.recorder import COMPLETE_S, StateRecorder, wait_for
+from keepstep.trainer.connection.environment import (
+    World,
+    find_identity,
+    find_place,
+    find_settings,
+    warn_about_shared_store,
+)
 from keepstep.trainer.connection.keeper_link import KeeperLink, RankState
 from keepstep.trainer.memory.rank_arena import RankArena
 from keepstep.trainer.plan.state_planner import StatePlanner
@@ -25,7 +32,6 @@ from keepstep.trainer.restore.restore import RestoreRun, Stopwatch, short_switch
 from keepstep.trainer.results import PendingSnapshot, Restored, SnapshotReporter
 from keepstep.trainer.state.objects import MODULE, OPTIMIZER, STATEFUL, StateObjects, unwrap_optimizer
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
-from keepstep.trainer.state.recorder import COMPLETE_S, StateRecorder, settings_under_check, wait_for
 from keepstep.types import Status, Version
 
 log = logging.getLogger("keepstep")
@@ -37,7 +43,7 @@ class Snapshotter:
     """Keeps the state of this trainer. Use as a context manager; one per process and run."""
 
     def __init__(self, state: Mapping[str, Any], config: Config | None = None) -> None:
-        self.config = settings_under_check(resolve(config))
+        self.config = find_settings(config)
         self._items = StateObjects(state)
         self._place = find_place()
         self._identity = find_identity(self.config, self._place)

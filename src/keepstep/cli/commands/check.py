@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from keepstep.check.report import CheckProgress, print_result, write_report
-    from keepstep.check.script import CheckSettings, check
+    from keepstep.check.run_order import CheckSettings, check
 
     if not args.training or args.steps < 2 or args.kills < 1:
         print("usage: keepstep check [--kills N] [--steps K] -- COMMAND", file=sys.stderr)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed
 
 from keepstep.arena.slots import requested_slots
-from keepstep.config import Config
+from keepstep.config import Config, resolve
+from keepstep.control.check_events import CHECK
 from keepstep.control.messages import Register
 from keepstep.errors import ConfigError
 from keepstep.identity import Identity, identify, process_key
@@ -53,6 +54,16 @@ class World:
     @property
     def num_nodes(self) -> int:
         return len(set(self.nodes))
+
+
+def find_settings(config: Config | None) -> Config:
+    """The settings of this trainer. Under `keepstep check`: capture every step, under the run of the check."""
+    settings, environ = resolve(config), os.environ
+    if CHECK not in environ:
+        return settings
+    return replace(
+        settings, every=1, run_id=environ["KEEPSTEP_RUN_ID"], runtime_dir=environ["KEEPSTEP_RUNTIME_DIR"]
+    )  # fmt: skip
 
 
 def find_place(environ: Mapping[str, str] | None = None) -> RankPlace:

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 import xxhash
 
 from keepstep import values as codec
-from keepstep.config import Config
 from keepstep.control.check_events import (
     AFTER,
     BEFORE,
@@ -128,16 +126,6 @@ class StateRecorder:
             os.write(fd, line)
         finally:
             os.close(fd)
-
-
-def settings_under_check(config: Config) -> Config:
-    """Capture every step, under the run of the check. Unchanged where there is no check."""
-    if not os.environ.get(CHECK):
-        return config
-    environ = os.environ
-    return replace(
-        config, every=1, run_id=environ["KEEPSTEP_RUN_ID"], runtime_dir=environ["KEEPSTEP_RUNTIME_DIR"]
-    )  # fmt: skip
 
 
 def wait_for(is_done: Callable[[], bool], timeout_s: float = GRANT_S) -> None:

@@ -22,6 +22,7 @@ from keepstep.control.check_events import WITHIN, CheckOrders, KillOrder, Traine
 
 Progress = Callable[[str, int], None]  # the name of a run, and its steps so far
 MAX_EXTRA = 3  # A run with kills may make this many times the steps of the undisturbed one.
+MAX_PARENT = 30  # characters: the path of a unix socket has at most 107
 LOST = (FAILED, STALLED, LOOPING)
 
 
@@ -53,15 +54,16 @@ class CheckResult:
 
 def check(settings: CheckSettings, progress: Progress) -> CheckResult:
     """Make the runs and compare them. Nothing of them is left, whatever happens."""
-    directory = Path(tempfile.mkdtemp(prefix="ks-check-", dir="/tmp"))
+    parent = tempfile.gettempdir()
+    directory = Path(tempfile.mkdtemp(prefix="ks-check-", dir=parent if len(parent) <= MAX_PARENT else "/tmp"))
     try:
         with adopting_orphans():
-            return CheckScript(settings, directory, progress).run()
+            return RunOrder(settings, directory, progress).run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-class CheckScript:
+class RunOrder:
     """The runs of one check."""
 
     def __init__(self, settings: CheckSettings, directory: Path, progress: Progress) -> None:

@@ -1,0 +1,1 @@
+"""A trainer under `keepstep check`: what it records, and when it is killed."""
