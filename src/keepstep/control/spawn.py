@@ -18,7 +18,14 @@ from keepstep.errors import KeeperError
 from keepstep.identity import Identity, ensure_private
 
 ALREADY_RUNNING = 75
+UNNAMED_LEASE_S = 60.0  # of a run without a name: no later launch can find its state
 START_S = 30.0  # Deadline for a keeper that starts: a new interpreter, on a node that starts its trainers too
+
+
+def lease_of(identity: Identity, config: Config) -> float:
+    """How long the keeper that is started for this run keeps the state of a job without processes."""
+    lease_s = config.keeper.lease_s
+    return lease_s if identity.outlives_launch else min(lease_s, UNNAMED_LEASE_S)
 
 
 def start_keeper(identity: Identity, config: Config) -> None:
@@ -29,6 +36,8 @@ def start_keeper(identity: Identity, config: Config) -> None:
         KEEPSTEP_RUN_ID=identity.run_id, KEEPSTEP_NODE_ID=identity.node_id,
         KEEPSTEP_RUNTIME_DIR=str(identity.runtime_dir),
     )  # fmt: skip
+    if not identity.outlives_launch:
+        environ["KEEPSTEP_KEEPER_LEASE_S"] = str(lease_of(identity, config))
     # A keeper is not a worker: it must not inherit the variables of one.
     for name in ("KEEPSTEP_INCARNATION", "KEEPSTEP_SOCKET", "RANK", "LOCAL_RANK"):
         environ.pop(name, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -65,6 +66,7 @@ class Snapshotter:
         self._grants, self._takes = GrantReader(self._link, self._memory), TakeStatistics()
         self._recorder = StateRecorder.from_environment(self._items, self._place.rank, self._place.world_size)
         self._closed = False
+        self._link.close_with_program(self)
 
     # Restoring
 
@@ -242,14 +244,21 @@ class Snapshotter:
         self._check_open()
         return self._link.status()
 
-    def close(self, *, finished: bool = True) -> None:
-        """End. `finished`: training is over. When all ranks close so, the keeper frees the memory and ends."""
+    def close(self, *, finished: bool | None = None) -> None:
+        """End. `finished`: training is over. When all ranks close so, the keeper frees the memory and ends.
+
+        None: finished, unless an exception is being handled (`finally: snapshots.close()`). A program that returns
+        without calling it closes so by itself; one that ends by an exception or `sys.exit` has not finished.
+        """
         if self._closed:
             return
         self._closed = True
+        error = sys.exc_info()[1]
+        if finished is None and error is not None:
+            self._link.report_failure(error)
         self._capture.close()
         self._fence.close()
-        self._link.close(finished=finished)
+        self._link.close(finished=error is None if finished is None else finished)
         self._memory.close()
         self._planner.close()
         _open_here.discard(self._key)

@@ -90,8 +90,9 @@ def find_identity(config: Config, place: RankPlace) -> Identity:
         )
     if not identity.outlives_launch and place.rank == 0:
         log.warning(
-            "this run has no id: its state can be restored under this launcher only. "
-            "Set KEEPSTEP_RUN_ID, or --rdzv-id, to a unique name."
+            "this run has no id, it is called %r: %s. Set KEEPSTEP_RUN_ID, or --rdzv-id, to a unique name.",
+            identity.run_id,
+            "its state can be restored under this launcher only" if launched else "no later start restores its state",
         )
     return identity
 

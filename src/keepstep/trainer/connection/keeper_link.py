@@ -14,6 +14,7 @@ import os
 import threading
 import time
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -41,12 +42,13 @@ from keepstep.control.messages import (
     Voided,
     WantStatus,
 )  # fmt: skip
-from keepstep.control.spawn import START_S, start_keeper
+from keepstep.control.spawn import START_S, lease_of, start_keeper
 from keepstep.control.status import decode_status
 from keepstep.errors import RESTART_CURES, Error, KeeperError
 from keepstep.identity import ForeignDirectoryError, Identity
 from keepstep.trainer.connection.agreement import meet_if_needed
 from keepstep.trainer.connection.environment import RankPlace, registration
+from keepstep.trainer.connection.exit_watch import ExitWatch
 from keepstep.types import Incarnation, Status, TakeCounts, Version
 
 log = logging.getLogger("keepstep")
@@ -116,6 +118,8 @@ class KeeperLink:
         self.ended = ""  # Why the keeper ended on purpose: no trainer starts another one.
         # Oldest first: outcomes that a new keeper must receive again.
         self._outcomes: list[Committed | Void] = []
+        self._exit_watch: ExitWatch | None = None
+        self._failure = ""  # The class of the error that this trainer ends with.
         self.memory = HeldMemory(membership, request_timeout_s=REQUEST_S)
 
     @classmethod
@@ -197,6 +201,7 @@ class KeeperLink:
 
     def report_failure(self, error: BaseException, *, restoring: bool = False) -> None:
         """Report the error that this trainer ends with, for the launcher. Never raises."""
+        self._failure = type(error).__name__
         client = self._client
         if client is None or client.lost:
             return
@@ -209,9 +214,15 @@ class KeeperLink:
         answer, _ = self.request(WantStatus(), StatusIs, timeout_s=REQUEST_S)
         return decode_status(answer.json)
 
+    def close_with_program(self, owner: AbstractContextManager[object]) -> None:
+        """Leave the `with` block of this link's owner when the program ends before it is closed."""
+        self._exit_watch = ExitWatch(owner)
+
     def close(self, *, finished: bool) -> None:
         self._closed.set()
         _links.discard(self)
+        if self._exit_watch is not None:
+            self._exit_watch.cancel()
         with self._changing:
             client, self._client = self._client, None
         if client is not None:
@@ -221,7 +232,23 @@ class KeeperLink:
                     # No answer is expected: the last rank's goodbye ends the keeper.
                     client.post(Goodbye(finished))
             client.close()
+            if not finished:
+                self._log_kept_state()
         self.memory.close()
+
+    def _log_kept_state(self) -> None:
+        """Log what an end that was not the end of training leaves behind."""
+        named = self.identity.outlives_launch
+        if self._register.rank != 0 or self.ended or (named and self._state.step < 0):
+            return
+        cause = {"": "close(finished=False)", "SystemExit": "sys.exit"}.get(self._failure, self._failure)
+        run_id, lease_s = self.identity.run_id, lease_of(self.identity, self.config)
+        found = "The next start of the run restores it" if named else "It has no id, so that no later launch finds it"
+        log.warning(
+            "ended by %s, not finished: the keeper of run %r keeps its last complete step, and %g s longer than the "
+            "job's last process. %s; `keepstep release --run-id %s` frees it",
+            cause, run_id, lease_s, found, run_id,
+        )  # fmt: skip
 
     def close_in_forked_child(self) -> None:
         """Close everything in a forked child: it must neither keep the memory nor pass for a living trainer."""
