@@ -29,7 +29,7 @@ from keepstep.trainer.connection.environment import (
 from keepstep.trainer.connection.keeper_link import KeeperLink, RankState
 from keepstep.trainer.memory.rank_arena import RankArena
 from keepstep.trainer.plan.state_planner import StatePlanner
-from keepstep.trainer.restore.restore import RestoreRun, Stopwatch, short_switch_interval
+from keepstep.trainer.restore.restore import LayoutProof, RestoreRun, Stopwatch, short_switch_interval
 from keepstep.trainer.results import PendingSnapshot, Restored, SnapshotReporter
 from keepstep.trainer.state.objects import MODULE, OPTIMIZER, STATEFUL, StateObjects, unwrap_optimizer
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
@@ -61,6 +61,7 @@ class Snapshotter:
         optimizers = [(item.path, unwrap_optimizer(item.thing)) for item in self._items.of(OPTIMIZER)]
         self._fence = OptimizerFence(optimizers, [item.thing for item in self._items.of(MODULE)])
         self._planner = StatePlanner(self._items, self._fence, World.of(self._place), self.config)
+        self._proof = LayoutProof(self._items)
         self._capture = Capture(self._place, self.config.take, self._fence, self._planner.plans, self._reporter)
         self._memory = RankArena(self._link, self._rank, self.config.arena)
         self._grants, self._takes = GrantReader(self._link, self._memory), TakeStatistics()
@@ -97,6 +98,7 @@ class Snapshotter:
         restored = loading.run(rehearsal, self._planner.replication.prove, watch)
         # Before the first step: a state that cannot be planned, or needs too much memory, fails here.
         forecast = self._planner.forecast()
+        self._proof.check(forecast.cached)
         watch.lap("planning")
         lanes = self._capture.lanes
         lanes.prepare(forecast.device_bytes, forecast.codes)
@@ -186,6 +188,7 @@ class Snapshotter:
                 if not wait.pause():
                     return Skip.copying()
             cached = self._planner.lookup(version.step)
+            self._proof.check(cached)
             self._capture.begin(grant.view, grant.slot, version, cached, inexact=inexact)
         except Exception as error:
             return Skip.failed(error)

@@ -32,6 +32,7 @@ class StateForecast:
     size: SnapshotSize
     device_bytes: dict[torch.device, int]  # On each CUDA device, spread as the state is now.
     codes: set[tuple[int, int]]  # (k, m) of the parity that is computed while copying.
+    cached: CachedPlan  # Of the state as it is now.
 
 
 class StatePlanner:
@@ -60,7 +61,7 @@ class StatePlanner:
         finally:
             self._fence.muted = False
         size = arena_size.need_of(cached.plan, len(cached.reading.values), missing, self.replication.sharing)
-        return StateForecast(size, _device_bytes(cached.plan, size), _codes(cached.plan))
+        return StateForecast(size, _device_bytes(cached.plan, size), _codes(cached.plan), cached)
 
     def arena_for(self, plan: CopyPlan, values_bytes: int) -> SnapshotSize:
         """Size of an arena for a state that has outgrown its own."""

@@ -1,6 +1,7 @@
 """One `restore()`: ask the keeper, read the snapshot, compare it with the live objects, write it, time it.
 
 While the keeper verifies the bytes, this process loads the kernels for fingerprints and page-locks the upload buffers.
+`LayoutProof` makes the same comparison with what a `take` captures.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from keepstep.arena.records import INEXACT, PRINTS
 from keepstep.config import Config
 from keepstep.control.client import RESTORE_S
 from keepstep.control.messages import RestoreFrom, WantRestore
-from keepstep.errors import IntegrityError
+from keepstep.errors import CaptureError, IntegrityError
 from keepstep.identity import Identity
 from keepstep.parity.gpu import batches as parity
 from keepstep.trainer.connection.environment import RankPlace
@@ -28,14 +30,16 @@ from keepstep.trainer.connection.keeper_link import KeeperLink
 from keepstep.trainer.integrity.fingerprints import unframe
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.rank_arena import open_view
+from keepstep.trainer.plan.copy_plan import PlanTurns
+from keepstep.trainer.plan.plan_cache import CachedPlan
 from keepstep.trainer.plan.replication import Replicas
 from keepstep.trainer.restore.device_upload import PinnedUploader, UploadQueue, threads_for
-from keepstep.trainer.restore.replica_chunks import ReplicaChunks
+from keepstep.trainer.restore.replica_chunks import Chunks, ReplicaChunks
 from keepstep.trainer.restore.saved_snapshot import RandomStates, SavedSnapshot
 from keepstep.trainer.restore.writer import StateWriter
 from keepstep.trainer.results import Restored
 from keepstep.trainer.state import reader as states
-from keepstep.trainer.state.objects import MODULE, StateObjects
+from keepstep.trainer.state.objects import MODULE, OPTIMIZER, StateObjects
 from keepstep.types import Source, Survives
 
 log = logging.getLogger("keepstep")
@@ -160,6 +164,37 @@ class RestoreRun:
             duration_s=watch.seconds, bytes=answer.size_bytes, plan=tuple(answer.plan),
             _set_rng=random_states.set,
         )  # fmt: skip
+
+
+class LayoutProof:
+    """Compares each new layout with what a restore of it will require, on the live objects, before it is captured."""
+
+    def __init__(self, items: StateObjects) -> None:
+        self._items = items
+        # Of the layout that was compared last. Weak: plans hold tensors.
+        self._compared: weakref.ref[PlanTurns] | None = None
+        self._obstacles: list[str] = []
+
+    def check(self, cached: CachedPlan) -> None:
+        """Raise CaptureError when a snapshot of this layout could not be restored. Compares it once."""
+        plans = cached.state.plans
+        if self._compared is None or self._compared() is not plans:
+            self._obstacles = self._compare(cached)
+            self._compared = weakref.ref(plans)
+        if self._obstacles:
+            more = f" (and {len(self._obstacles) - 3} more)" if len(self._obstacles) > 3 else ""
+            raise CaptureError(
+                f"a snapshot of this state could not be restored: {'; '.join(self._obstacles[:3])}{more}",
+                hint="give an object whose load_state_dict() takes what its state_dict() gives, or plain tensors",
+            )
+
+    def _compare(self, cached: CachedPlan) -> list[str]:
+        compared = [item.path for item in self._items.all if item.kind in (MODULE, OPTIMIZER)]
+        trees = {path: cached.reading.decoded(path) for path in compared}
+        layout = cached.plan.layout
+        chunks: dict[str, Chunks] = {each.class_id: [] for each in layout.replica_sets}
+        saved = SavedSnapshot({"items": trees}, layout, torch.empty(0, dtype=torch.uint8), chunks)
+        return StateWriter(saved, self._items).obstacles()
 
 
 def _read_snapshot(

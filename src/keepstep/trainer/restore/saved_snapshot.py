@@ -63,6 +63,10 @@ class SavedSnapshot:
     def piece(self, ref: TensorRef) -> TensorView:
         return self._find(ref)[1]
 
+    def pieces(self) -> list[tuple[Entry, TensorView]]:
+        """The entry and the view of each tensor, by its reference."""
+        return [(self._entries[entry], self._entries[entry].pieces[piece]) for entry, piece in self.layout.refs]
+
     def holders(self, ref: TensorRef) -> Ranks | None:
         """The ranks that held the tensor's bytes when it was saved; None: this rank alone."""
         index = self.layout.refs[ref.index][0] - len(self.layout.entries)

@@ -57,18 +57,34 @@ class StateWriter:
         self._saved, self._items, self._holders_of = saved, items, holders_of
         self._writes: list[Callable[[], object]] = []
         self._problems: list[str] = []
+        self._as_new = False
+        self._written: set[int] = set()  # Tensors that are written in place or made anew, by their reference.
+
+    def obstacles(self) -> list[str]:
+        """Return what would keep a new process from restoring this snapshot of the live objects.
+
+        In a new process modules and optimizers are as they are now, but no optimizer has state. What else the user's
+        objects do with their state shows only there.
+        """
+        self._as_new = True
+        trees = self._saved.tree["items"]
+        for item in self._items.all:
+            if item.path in trees:
+                self._compare_item(item, trees[item.path])
+        self._writes.clear()
+        whole = [item.path for item in self._items.all if item.kind in (s.MODULE, s.OPTIMIZER, s.STATEFUL)]
+        for index, (_, piece) in enumerate(self._saved.pieces()):
+            if piece.sharded and index not in self._written and _is_below(piece.path, whole):
+                self._problems.append(f"{piece.path} is a DTensor, which is restored as a parameter or its state only")
+        return self._problems
 
     def prepare(self) -> None:
         """Collect all writes. Raises RecoveryError that names every difference; nothing is written."""
         trees = self._saved.tree["items"]
         self._compare_names("the state", set(trees), {item.path for item in self._items.all})
-        prepare: dict[str, Callable[[s.StateObject, Any], None]] = {
-            s.MODULE: self._module, s.OPTIMIZER: self._optimizer, s.STATEFUL: self._stateful,
-            s.LOADER: self._loader, s.PLAIN: self._plain, s.GENERATOR: self._generator,
-        }  # fmt: skip
         for item in self._items.all:
             if item.path in trees:
-                prepare[item.kind](item, trees[item.path])
+                self._compare_item(item, trees[item.path])
         if self._problems:
             self._writes.clear()  # They reference this object, which references the memory.
             shown = "; ".join(self._problems[:5])
@@ -87,6 +103,13 @@ class StateWriter:
         self._saved.finish_uploads()
 
     # Each kind of object
+
+    def _compare_item(self, item: s.StateObject, tree: Any) -> None:
+        compare: dict[str, Callable[[s.StateObject, Any], None]] = {
+            s.MODULE: self._module, s.OPTIMIZER: self._optimizer, s.STATEFUL: self._stateful,
+            s.LOADER: self._loader, s.PLAIN: self._plain, s.GENERATOR: self._generator,
+        }  # fmt: skip
+        compare[item.kind](item, tree)
 
     def _module(self, item: s.StateObject, tree: Any) -> None:
         if not isinstance(tree, Mapping):
@@ -232,7 +255,7 @@ class StateWriter:
         if saved is None:
             self._writes.append(lambda: optimizer.state.pop(parameter, None))
             return
-        live = optimizer.state.get(parameter, {})
+        live = {} if self._as_new else optimizer.state.get(parameter, {})
         fresh: dict[str, Any] = {}
         for key, value in saved.items():
             here = live.get(key, _MISSING)
@@ -240,7 +263,10 @@ class StateWriter:
                 fresh[key] = value
                 continue
             if not (isinstance(here, torch.Tensor) and self._same(here, value)):
-                here = fresh[key] = self._empty_state(path, key, group, parameter, value)
+                self._compare_new_state(f"{path}.{key}", parameter, value)
+                if self._as_new:
+                    continue
+                here = fresh[key] = self._empty_state(key, group, parameter, value)
             self._copy(f"{path}.{key}", here, value)
         order = list(saved)
         self._writes.append(lambda: self._write_state(optimizer, parameter, fresh, order))
@@ -264,17 +290,25 @@ class StateWriter:
         converted = self._saved.values(value)
         return converted.to(device) if isinstance(value, TensorRef) else converted
 
-    def _empty_state(
-        self, path: str, key: str, group: dict[str, Any], parameter: torch.Tensor, ref: TensorRef
-    ) -> torch.Tensor:
+    def _compare_new_state(self, path: str, parameter: torch.Tensor, ref: TensorRef) -> None:
+        """A DTensor is made like its parameter."""
+        piece = self._saved.piece(ref)
+        self._written.add(ref.index)
+        if not piece.sharded:
+            return
+        if not is_dtensor(parameter):
+            self._problems.append(f"{path} was a DTensor, and its parameter is none")
+        elif tuple(parameter._local_tensor.shape) != piece.shape or region_of(parameter) != piece.region:
+            where = f"the part at {piece.region} with the local shape {piece.shape}"
+            self._problems.append(f"{path} was {where}, which is not the part of its parameter")
+
+    def _empty_state(self, key: str, group: dict[str, Any], parameter: torch.Tensor, ref: TensorRef) -> torch.Tensor:
         """A new state tensor like the saved one: a DTensor where it was one, on the device that torch would use."""
         piece = self._saved.piece(ref)
         dtype = dtype_named(piece.dtype)
         on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
         device = torch.device("cpu") if on_host else parameter.device
         if piece.sharded and is_dtensor(parameter):
-            if tuple(parameter._local_tensor.shape) != piece.shape:
-                self._problems.append(f"{path}.{key} had the local shape {piece.shape}")
             return torch.empty_like(parameter, dtype=dtype)
         return torch.empty_strided(piece.shape, piece.stride, dtype=dtype, device=device)
 
@@ -316,6 +350,7 @@ class StateWriter:
 
     def _copy(self, path: str, live: torch.Tensor, ref: TensorRef) -> None:
         piece = self._saved.piece(ref)
+        self._written.add(ref.index)
         if not self._same(live, ref):
             local = local_tensor(live)
             self._problems.append(
@@ -352,6 +387,10 @@ def _reorder(container: dict[Any, Any], keys: list[Any]) -> None:
         items = [(key, container[key]) for key in keys]
         container.clear()
         container.update(items)
+
+
+def _is_below(path: str, tops: list[str]) -> bool:
+    return any(path == top or path.startswith(f"{top}.") for top in tops)
 
 
 def _some(ranks: Ranks) -> str:

@@ -56,6 +56,10 @@ class StateObjects:
                 "the state must be a mapping from names to objects", hint='{"model": model, "optimizer": optimizer}'
             )
         expanded = [item for name, thing in state.items() for item in _expand(name, thing)]
+        paths = [item.path for item in expanded]
+        for path in paths:
+            if paths.count(path) > 1:
+                raise CaptureError(f"two objects of the state have the path {path}", hint="rename one of them")
         self.all = sorted(expanded, key=lambda item: self._ORDER.index(item.kind))
 
     def of(self, kind: str) -> list[StateObject]:

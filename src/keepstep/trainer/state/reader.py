@@ -122,6 +122,11 @@ class StateReading:
         """As far as they are encoded already."""
         return sum(len(part) for _, parts in self.parts.values() for part in parts.values() if isinstance(part, bytes))
 
+    def decoded(self, path: str) -> Any:
+        """One object as a snapshot of it would be decoded."""
+        first, parts = self.parts[path]
+        return _join([first, _encoded(parts)])
+
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
         return self.found.since(0)

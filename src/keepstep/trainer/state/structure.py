@@ -119,7 +119,10 @@ class StateStructure:
     def _same_state(self) -> bool:
         """`optimizer.load_state_dict` replaces the dict, and leaves the old one unchanged."""
         own = self.optimizer
-        return own is None or (own.state is self._state and "state_dict" not in vars(own))
+        if own is None or self.indices is None:
+            return True
+        same_groups = len(own.param_groups) == len(self.indices)
+        return same_groups and own.state is self._state and "state_dict" not in vars(own)
 
     def param_groups(self) -> list[dict[str, Any]]:
         """As `optimizer.state_dict()` writes them."""
