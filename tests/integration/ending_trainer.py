@@ -6,6 +6,7 @@ Prints the restored step. Ends that begin with `with-` use the Snapshotter as a 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ LAST_STEP = 2
 
 
 def main(how: str, last_step: int) -> int:
+    if "LOGGING" in os.environ:
+        logging.basicConfig(level=logging.INFO)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = torch.nn.Linear(4, 4)

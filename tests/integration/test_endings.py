@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from keepstep.testing.run import LocalRun, wait_until
 
 SCRIPT = Path(__file__).with_name("ending_trainer.py")
 KEPT = "the keeper of run 'test-run' keeps its last complete step"
+EXITED = "the last start ended by sys.exit after step 2; if that was its last step, the run has finished"
+HOW_ON = "A loop over more steps goes on from here; to begin anew, end this program, then `keepstep release --run-id"
 UNPROTECTED = "the run is unprotected"
 
 
@@ -69,7 +72,11 @@ def test_program_that_ends_otherwise_keeps_the_state_and_says_so(run: LocalRun, 
     assert ended.returncode == code, ended.stderr
     assert said in ended.stderr
     assert ended.stderr.count(KEPT) == bool(said)
-    assert train(run, "close", "2").stdout.split() == ["restored", "2"]
+    again = train(run, "close", "2")
+    assert again.stdout.split() == ["restored", "2"]
+    assert again.stderr.count("keepstep: restored step 2 of run 'test-run' from memory, ") == 1
+    assert again.stderr.count(EXITED) == (how in ("sys-exit-main", "with-exit", "exit-code"))
+    assert again.stderr.count(HOW_ON) == again.stderr.count(EXITED)
     wait_until(lambda: not run.files(), what="the end of the keeper")
 
 
@@ -88,6 +95,23 @@ def test_keeper_of_a_failed_launch_without_a_name_is_named_found_and_soon_gone(r
     assert (fetch_status(keeper).keeper.lease_left_s or 0) <= 60
     assert main(["release", "--runtime-dir", config.runtime_dir]) == 0
     assert run.files() == []
+
+
+def test_restore_logs_one_line_on_rank_0_only(run: LocalRun) -> None:
+    """Two ranks with configured logging; rank 1 fails after the last step, when rank 0 has closed as finished."""
+    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOGGING": "1"}
+    for start in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            ends = ["close", "error" if start == 0 else "close"]
+            told = [ranks | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+            first, second = pool.map(lambda how, environ: train(run, how, "2", environ=environ), ends, told)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    lines = [line for line in first.stderr.splitlines() if "restored step" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("INFO:keepstep:restored step 2 of run 'test-run' from memory, ")
+    assert "step 2 was the last step of a finished run: some of its ranks had closed" in first.stderr
+    assert second.stderr == ""
+    wait_until(lambda: not run.files(), what="the end of the keeper")
 
 
 @pytest.mark.chaos

@@ -223,6 +223,10 @@ class ReplicaSetSource(msgspec.Struct, frozen=True):
     offsets: list[int]  # Per chunk: byte offset in that descriptor.
 
 
+# How the incarnation before ended: some of its ranks had closed as finished, or all exited without an error.
+FINISHED, EXITED = "finished", "exited"
+
+
 class RestoreFrom(msgspec.Struct, frozen=True, tag=True):
     """What this rank restores: a verified slot of its arena, or no snapshot.
 
@@ -237,6 +241,7 @@ class RestoreFrom(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0
     source: str = "memory"  # memory or parity: where this rank's bytes came from.
     streams: list[ReplicaSetSource] = []
+    ended: str = ""  # FINISHED or EXITED; empty: otherwise, or not known.
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -265,6 +270,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     kind: str  # The class of the error.
     text: str
     restoring: bool = False  # `restore()` raised it, and another attempt cannot cure it.
+
+    @property
+    def is_exit(self) -> bool:
+        """Whether it is `sys.exit` without an error, or with a code that nobody saw."""
+        return self.kind == "SystemExit" and self.text in ("", "0", "None")
 
 
 class TrainerFailure(msgspec.Struct, frozen=True):

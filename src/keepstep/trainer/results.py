@@ -79,6 +79,8 @@ class Restored:
     bytes: int
     plan: tuple[str, ...]
     """The reasons for the choice of this version and of its sources, one sentence each."""
+    note: str = ""
+    """Whether this step may be the last one of a finished run, how to begin anew and how to go on; else empty."""
     _set_rng: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     def restore_rng(self) -> None:

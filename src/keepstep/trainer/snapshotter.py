@@ -107,7 +107,7 @@ class Snapshotter:
         watch.lap("requesting memory")
         self._link.report_loaded(restored.step if restored else None)
         watch.lap("waiting for all ranks")
-        log.info("ready for the first step: %s", watch)
+        log.debug("ready for the first step: %s", watch)
         return restored
 
     # Taking

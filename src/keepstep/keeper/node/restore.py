@@ -23,6 +23,8 @@ def begin_incarnation(node: NodeState) -> None:
     for conn, request in node.restore.requests:
         node.reply_error(conn, request.ticket, KeeperError("a newer incarnation has begun"))
     node.restore.requests, node.restore.loaded_requests = [], []
+    if any(trainer.loaded for trainer in node.trainers.registered.values()):
+        node.restore.ended = node.trainers.last_end()
     _forget_plan(node)
 
 
@@ -243,7 +245,10 @@ def _answer(node: NodeState, trainer: RegisteredTrainer, ticket: int) -> Restore
         text = f"{order.version} is gone: newer versions have taken its place"
         return RecoveryError(text, hint="call restore() once, before the first take()")
     source = "parity" if piece.source == REBUILD else "memory"
-    return RestoreFrom(order.version, place.arena_id, place.slot, place.size_bytes, list(order.reasons), ticket, source)
+    return RestoreFrom(
+        order.version, place.arena_id, place.slot, place.size_bytes, list(order.reasons), ticket, source,
+        ended=node.restore.ended,
+    )  # fmt: skip
 
 
 # Loaded

@@ -18,7 +18,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from keepstep.config import Config
-from keepstep.control.messages import Failed, Loaded, Membership, NodeCard, Refused, Register, WantRestore
+from keepstep.control.messages import (
+    EXITED,
+    FINISHED,
+    Failed,
+    Loaded,
+    Membership,
+    NodeCard,
+    Refused,
+    Register,
+    WantRestore,
+)
 from keepstep.errors import Error
 from keepstep.keeper.coordinator.messages import ExchangeProgress, Failure, Orders, Report, RestoreOrder
 from keepstep.keeper.coordinator.state import CoordinatorState, Deadlines
@@ -214,6 +224,14 @@ class NodeTrainers:  # Who is registered, and what must die first. Written by `t
         trainers = self.registered.values()
         return bool(trainers) and len(trainers) == next(iter(trainers)).register.local_world_size
 
+    def last_end(self) -> str:
+        """How the incarnation ended, as far as its ranks could report it."""
+        trainers = self.registered.values()
+        if any(trainer.finished for trainer in trainers):
+            return FINISHED
+        exited = [trainer.failure is not None and trainer.failure.is_exit for trainer in trainers]
+        return EXITED if exited and all(exited) else ""
+
     def awaits_launcher(self, incarnation: Incarnation, registers: list[Register]) -> bool:
         """Whether a launcher that holds memory of this node has still to give it back to this (new) keeper."""
         holds = any(register.incarnation is not None and not register.no_holder for register in registers)
@@ -339,6 +357,7 @@ class NodeRestore:  # What this node restores in this incarnation. Written by `r
     places: dict[int, SnapshotPlace] = field(default_factory=dict)  # by rank
     ready_number: int = 0  # the plan for which all snapshots are here and verified
     failures: list[Failure] = field(default_factory=list)
+    ended: str = ""  # how the last incarnation that had its state ended: RestoreFrom.ended
 
 
 @dataclass

@@ -222,7 +222,7 @@ class RankArena:
         if published and not stop.is_set():
             self._reported = ""
             size = gib(view.arena.segment.size_bytes)
-            log.info("memory for snapshots is ready: %s after %.1f s", size, time.monotonic() - started)
+            log.debug("memory for snapshots is ready: %s after %.1f s", size, time.monotonic() - started)
 
     def _publish(self, view: ArenaView, stop: threading.Event) -> bool:
         if view is not self.view:

@@ -131,7 +131,7 @@ def _step_tiny(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: t
         ]
     except Exception as error:
         # Two moments in full precision and a counter is what most optimizers keep; the first take corrects it.
-        log.info("the state of %s could not be predicted (%r); assuming two fp32 moments", type(optimizer), error)
+        log.debug("the state of %s could not be predicted (%r); assuming two fp32 moments", type(optimizer), error)
         return [(TINY, 4), (TINY, 4), ((), 8)]
     finally:
         torch.set_rng_state(before)

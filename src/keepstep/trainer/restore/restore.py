@@ -21,10 +21,11 @@ from keepstep import layout as layouts
 from keepstep.arena.records import INEXACT, PRINTS
 from keepstep.config import Config
 from keepstep.control.client import RESTORE_S
-from keepstep.control.messages import RestoreFrom, WantRestore
+from keepstep.control.messages import EXITED, FINISHED, RestoreFrom, WantRestore
 from keepstep.errors import CaptureError, IntegrityError
 from keepstep.identity import Identity
 from keepstep.parity.gpu import batches as parity
+from keepstep.trainer.connection.console import inform
 from keepstep.trainer.connection.environment import RankPlace
 from keepstep.trainer.connection.keeper_link import KeeperLink
 from keepstep.trainer.integrity.fingerprints import unframe
@@ -109,7 +110,9 @@ class RestoreRun:
                 self._rehearse(rehearsal)
                 watch.lap("rehearsing")
                 saved = _read_snapshot(view, answer, sources, uploader)
-                return self._load(saved, answer, replicas(), watch)
+                restored = self._load(saved, answer, replicas(), watch)
+            self._inform(restored)
+            return restored
         finally:
             uploader.close()
 
@@ -137,7 +140,7 @@ class RestoreRun:
     def _warn_about_ddp(self) -> None:
         modules = [item.thing for item in self.items.of(MODULE)]
         parallel = any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in modules)
-        if parallel and self.place.world_size >= 3:
+        if parallel and self.place.world_size >= 3 and self.place.rank == 0:
             log.warning(
                 "the first step of a new DDP sums in another order with three or more ranks: pass "
                 "restore(rehearsal=one_forward_and_backward) for a bit-exact resume"
@@ -156,14 +159,23 @@ class RestoreRun:
         watch.lap("waiting for devices")
         random_states = RandomStates(saved.tree, self.items)
         random_states.set()
-        log.info("restored %s from %s: %s (%s)", answer.version, answer.source, "; ".join(answer.plan), watch)
+        log.debug("restored %s from %s: %s (%s)", answer.version, answer.source, "; ".join(answer.plan), watch)
         if checked:
-            log.info("%d fingerprints on the devices equal those of the captured state", checked)
+            log.debug("%d fingerprints on the devices equal those of the captured state", checked)
         return Restored(
             step=answer.version.step, source=Source(answer.source), survives=Survives.PROCESS,
             duration_s=watch.seconds, bytes=answer.size_bytes, plan=tuple(answer.plan),
-            _set_rng=random_states.set,
+            note=_note(answer, self.identity.run_id), _set_rng=random_states.set,
         )  # fmt: skip
+
+    def _inform(self, restored: Restored) -> None:
+        """Tell people, once for the job."""
+        if self.place.rank == 0:
+            size, run_id = f"{restored.bytes / 1e9:.3g} GB", self.identity.run_id
+            source = f"{restored.source.value}, {size} in {restored.duration_s:.1f} s"
+            inform(f"restored step {restored.step} of run {run_id!r} from {source}")
+            if restored.note:
+                log.warning(restored.note)
 
 
 class LayoutProof:
@@ -220,6 +232,22 @@ def _read_snapshot(
     chunks = sources.chunks(layout, answer.streams, arena=view.bytes, payload=payload)
     return SavedSnapshot(
         tree, layout, payload, chunks, prints, UploadQueue(uploader, view.arena.segment, payload_span.offset)
+    )
+
+
+def _note(answer: RestoreFrom, run_id: str) -> str:
+    """Whether there may be nothing left to train."""
+    assert answer.version is not None
+    step = answer.version.step
+    if answer.ended == FINISHED:
+        end = f"step {step} was the last step of a finished run: some of its ranks had closed"
+    elif answer.ended == EXITED:
+        end = f"the last start ended by sys.exit after step {step}; if that was its last step, the run has finished"
+    else:
+        return ""
+    return (
+        f"{end}. A loop over more steps goes on from here; to begin anew, end this program, then "
+        f"`keepstep release --run-id {run_id}` on every node, or give the new run another id"
     )
 
 
