@@ -35,6 +35,7 @@ from keepstep.trainer.plan.copy_plan import PlanTurns
 from keepstep.trainer.plan.plan_cache import CachedPlan
 from keepstep.trainer.plan.replication import Replicas
 from keepstep.trainer.restore.device_upload import PinnedUploader, UploadQueue, threads_for
+from keepstep.trainer.restore.read_back import ReadBack
 from keepstep.trainer.restore.replica_chunks import Chunks, ReplicaChunks
 from keepstep.trainer.restore.saved_snapshot import RandomStates, SavedSnapshot
 from keepstep.trainer.restore.writer import StateWriter
@@ -157,6 +158,8 @@ class RestoreRun:
         checked = saved.check_devices()
         _wait_for_devices()
         watch.lap("waiting for devices")
+        ReadBack(saved, self.items).check()
+        watch.lap("reading back")
         random_states = RandomStates(saved.tree, self.items)
         random_states.set()
         log.debug("restored %s from %s: %s (%s)", answer.version, answer.source, "; ".join(answer.plan), watch)

@@ -32,6 +32,7 @@ from keepstep.trainer.state.module_memory import (
     read_memory,
     reshard,
     sharded_parts,
+    untaken_extras,
     write_extras,
 )
 from keepstep.trainer.state.rng import (
@@ -124,6 +125,9 @@ class StateWriter:
         for name, here in live.items():
             if isinstance(saved := tree.get(name), TensorRef):
                 self._copy(f"{item.path}.{name}", here, saved)
+        if self._as_new:
+            lost = sorted(untaken_extras(item.thing, extras))
+            self._problems += [f"{item.path}.{name} was given, and no method takes it back" for name in lost]
         if extras:
             self._writes.append(partial(self._write_extras, item, extras))
 
@@ -210,7 +214,7 @@ class StateWriter:
     # Optimizers
 
     def _optimizer(self, item: s.StateObject, tree: Any) -> None:
-        if not (isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()):
+        if not s.is_torch_form(tree):
             if s.has_own_state_dict(item.thing):  # of another form, which its own load_state_dict knows
                 self._stateful(item, tree)
             else:

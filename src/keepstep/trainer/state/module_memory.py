@@ -20,6 +20,7 @@ from keepstep.errors import CaptureError, RecoveryError
 
 EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` gives
 _HIDDEN_LEVELS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")
 _OWN_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
@@ -51,6 +52,18 @@ def read_extras(module: torch.nn.Module, memory: Mapping[str, torch.Tensor]) -> 
 def expected_extras(module: torch.nn.Module) -> set[str]:
     """Names of extras that are there without fail."""
     return {prefix + EXTRA_STATE for prefix, part in _odd_parts(module) if _overrides(part, "get_extra_state")}
+
+
+def untaken_extras(module: torch.nn.Module, names: Iterable[str]) -> set[str]:
+    """Those of these extras that no part of the module would take back: it has no method of its own that could."""
+    left, untaken = set(names), set[str]()
+    for prefix, part in _odd_parts(module):
+        own = {name for name in left if _belongs(name, prefix, part)}
+        left -= own
+        if not (part._load_state_dict_pre_hooks or any(_overrides(part, name) for name in _LOAD_METHODS)):
+            takes = {prefix + EXTRA_STATE} if _overrides(part, "set_extra_state") else set[str]()
+            untaken |= own - takes
+    return untaken | left
 
 
 def write_extras(module: torch.nn.Module, extras: Mapping[str, Any], path: str) -> None:

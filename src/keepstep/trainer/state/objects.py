@@ -153,11 +153,18 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return list(inner) if all(isinstance(each, torch.optim.Optimizer) for each in inner) else []
 
 
-def has_own_state_dict(optimizer: Any) -> bool:
+def has_own_state_dict(optimizer: Any, *, with_hooks: bool = False) -> bool:
     """Whether the form of its state is its own, not torch's `{"state": ..., "param_groups": ...}`."""
     chain = (optimizer, unwrap_optimizer(optimizer))
     own = torch.optim.Optimizer.state_dict
+    if with_hooks and (chain[1]._optimizer_state_dict_pre_hooks or chain[1]._optimizer_state_dict_post_hooks):
+        return True
     return any(type(each).state_dict is not own or "state_dict" in vars(each) for each in chain)
+
+
+def is_torch_form(tree: Any) -> bool:
+    """Whether this is the state of an optimizer as torch's own `state_dict()` gives it, perhaps with more beside."""
+    return isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -47,6 +47,25 @@ class ShownWeight(nn.Linear):
     def set_extra_state(self, state: torch.Tensor) -> None: ...
 
 
+class OneWay(nn.Linear):
+    """Keeps a counter beside its memory, and has no method that would take it back."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "calls"] = 3
+
+
+class BothWays(OneWay):
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state_dict.pop(prefix + "calls")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class OnlyGiven(nn.Linear):
+    def get_extra_state(self) -> int:
+        return 3
+
+
 class Rows(torch.optim.Optimizer):
     """Keeps one number per row, as Adafactor does: a DTensor where the parameter is one."""
 
@@ -103,6 +122,14 @@ def test_extra_state_that_is_memory_of_the_module_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"model: 1._extra_state was not saved") as refused:
         check({"model": nn.Sequential(nn.ReLU(), ShownWeight(2, 2))})
     assert refused.value.hint
+
+
+def test_extra_state_that_no_method_takes_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"model\.1\.calls was given, and no method takes it back"):
+        check({"model": nn.Sequential(nn.ReLU(), OneWay(2, 2))})
+    with pytest.raises(CaptureError, match=r"model\._extra_state was given"):
+        check({"model": OnlyGiven(2, 2)})
+    check({"model": nn.Sequential(nn.ReLU(), BothWays(2, 2))})
 
 
 def test_a_hook_that_gives_another_form_is_refused() -> None:
