@@ -37,6 +37,11 @@ class Error(Exception):
 RESTART_CURES = "the launcher restarts the job"
 
 
+def restart_cures(error: BaseException) -> bool:
+    """Whether the same call may succeed in a next start, without any change of the program or of the state."""
+    return isinstance(error, KeeperError) or (isinstance(error, Error) and error.hint == RESTART_CURES)
+
+
 class ConfigError(Error):
     """A setting is unknown, malformed or contradicts another one."""
 

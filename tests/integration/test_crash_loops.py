@@ -79,6 +79,7 @@ def test_restore_that_fails_twice_alike_ends_the_job(launcher: Launcher) -> None
     assert job.starts[1] == job.starts[2]
     assert "restore() has failed in the same way in 2 starts in a row: RecoveryError: " + job.starts[1] in job.log
     assert "keepstep release --run-id looping" in job.log
+    assert job.log.count("\nRestarting does not cure this: ") == 2
     assert "goes on from step 2 while its keepers hold it" in job.log
 
 

@@ -3,7 +3,8 @@
 A start (of the trainers of all nodes) is fruitless when no version captured in its incarnation became complete.
 Restarting does not help, and the job ends, when
 
-- `restore()` failed with the same error, from the same version, in `FAILED_RESTORES` starts in a row, or
+- `restore()` failed with the same error, but for addresses in it, from the same version, in `FAILED_RESTORES` starts in
+  a row, or
 - `FRUITLESS_STARTS` starts in a row began from the same version (or from none), and a trainer ended by itself in the
   same way (exit code, or a signal that a process raises itself).
 
@@ -12,6 +13,7 @@ A start after which a trainer was killed from outside, or a node was lost, says 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ from keepstep.control.membership import IncarnationEnd
 from keepstep.types import Version
 
 FAILED_RESTORES = 2
+ADDRESS = re.compile(r"\b0x[0-9a-f]+")  # of an object, in the text of an error: another one in each process
 FRUITLESS_STARTS = 3
 
 
@@ -62,7 +65,7 @@ class FailureHistory:
         start = FruitlessStart(
             max(complete, default=None),
             frozenset(end.exit for end in ends if end.exit),
-            frozenset(end.restore_error for end in ends if end.restore_error),
+            frozenset(ADDRESS.sub("0x...", end.restore_error) for end in ends if end.restore_error),
             next((end.error for end in ends if end.exit and end.error), ""),
         )
         if self._starts and self._starts[-1].version != start.version:

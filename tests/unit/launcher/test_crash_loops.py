@@ -92,3 +92,10 @@ def test_restore_that_fails_twice_alike_is_not_tried_again() -> None:
 
 def test_a_round_that_ends_before_it_begins_counts_once() -> None:
     assert history([end(1)], [end(1)], [end(1)]).crash_loop() is None
+
+
+def test_errors_of_restore_that_differ_in_an_address_only_are_the_same() -> None:
+    text = "RecoveryError: data.load_state_dict() refused: KeyError(<Sampler object at 0x7f3a{}>)"
+    loop = history(*([end(n, restore_error=text.format(n))] for n in (1, 2))).crash_loop()
+    assert loop is not None
+    assert "KeyError(<Sampler object at 0x...>)" in loop.problem

@@ -44,7 +44,7 @@ from keepstep.control.messages import (
 )  # fmt: skip
 from keepstep.control.spawn import START_S, lease_of, start_keeper
 from keepstep.control.status import decode_status
-from keepstep.errors import RESTART_CURES, Error, KeeperError
+from keepstep.errors import Error, IntegrityError, KeeperError, RecoveryError, restart_cures
 from keepstep.identity import ForeignDirectoryError, Identity
 from keepstep.trainer.connection.agreement import meet_if_needed
 from keepstep.trainer.connection.environment import RankPlace, registration
@@ -200,15 +200,22 @@ class KeeperLink:
             self.report_loaded(None)
 
     def report_failure(self, error: BaseException, *, restoring: bool = False) -> None:
-        """Report the error that this trainer ends with, for the launcher. Never raises."""
+        """Report the error that this trainer ends with, for the launcher. Never raises.
+
+        `restoring`: `restore()` raised it. Its traceback says so where another start would fail in the same way.
+        """
         self._failure = type(error).__name__
+        incurable = restoring and not restart_cures(error)
+        if incurable:
+            error.add_note("Restarting does not cure this: the same program will fail again.")
+            if isinstance(error, RecoveryError | IntegrityError):
+                error.add_note(f"`keepstep release --run-id {self.identity.run_id}` on every node gives the state up.")
         client = self._client
         if client is None or client.lost:
             return
-        curable = isinstance(error, KeeperError) or (isinstance(error, Error) and error.hint == RESTART_CURES)
         text = (error.message if isinstance(error, Error) else str(error))[:MAX_FAILURE_CHARS]
         with contextlib.suppress(Error):
-            client.post(Failed(type(error).__name__, text, restoring=restoring and not curable))
+            client.post(Failed(type(error).__name__, text, restoring=incurable))
 
     def status(self) -> Status:
         answer, _ = self.request(WantStatus(), StatusIs, timeout_s=REQUEST_S)
