@@ -58,6 +58,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if kind in plain:
         return plain[kind]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        limits = arguments[1]
+        return st.integers(limits.ge, limits.le)
     if origin is tuple:
         if arguments[-1] is ...:
             return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
@@ -72,7 +75,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return st.builds(kind, **{name: values_of(hints[name]) for name in kind.__struct_fields__})
 
 

@@ -20,7 +20,7 @@ from keepstep.control.status import fetch_status
 from keepstep.demo.run_record import Event, FinalState
 from keepstep.errors import Error
 from keepstep.testing.cluster import LocalCluster
-from keepstep.testing.node import CLUSTER, Node
+from keepstep.testing.node import CLUSTER, END_S, Node
 from keepstep.testing.run import marked_processes, wait_until
 from keepstep.types import Status
 
@@ -89,9 +89,15 @@ class Training:
         """End all processes at once, also keepers that would release their state and nodes that are half started."""
         for node in self.cluster.nodes:
             node.kill()
-        for pid in marked_processes(f"{CLUSTER}={self.cluster.mark}".encode()):
+        # Again, because a process that is just being started may not show its mark yet.
+        wait_until(lambda: not (self._kill_marked() or self._kill_marked()), timeout_s=END_S, what="the end")
+
+    def _kill_marked(self) -> list[int]:
+        pids = marked_processes(f"{CLUSTER}={self.cluster.mark}".encode())
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        return pids
 
     # Events and results
 
