@@ -25,15 +25,17 @@ from typing import TypeVar
 
 import msgspec
 
-from keepstep.control.membership import NodeClaim
+from keepstep.control.membership import NodeClaim, RoundAgreement
 from keepstep.control.messages import NodeCard
-from keepstep.launcher.round_document import Store
+from keepstep.control.signed_store import SignedStore
+from keepstep.launcher.round_document import REREAD_S
 from keepstep.launcher.round_participant import JoinRequest, RoundMember, RoundParticipant, RoundView
 from keepstep.launcher.rounds import AgentId, RoundRules, RoundState, end_round, withdraw
 
 RUNNING_PAUSE_S = 0.5  # between two visits to the store while workers run
 JOINING_PAUSE_S = 0.1  # and while they wait for a round
 DUPLICATE_S = 10.0  # An earlier agent of this node may take so long to end.
+FOREIGN_S = 30.0  # An agent without a round before waits so long among documents that do not verify.
 CLOSE_S = 6.0  # for the thread to return from the store
 MANY_AGENTS = 32  # With more of them each visits less often, because one store answers all of them.
 
@@ -53,6 +55,10 @@ class RoundEndedError(Exception):
     """The round was ended before it began."""
 
 
+class ForeignDocumentsError(Exception):
+    """Other agents sign with another secret, or somebody else writes into the store."""
+
+
 class DuplicateError(Exception):
     """Another agent of the same node is alive."""
 
@@ -60,7 +66,7 @@ class DuplicateError(Exception):
 class RendezvousAgent:
     """Joins rounds, keeps the place of this node, and reports when a round is over."""
 
-    def __init__(self, node_id: str, rules: RoundRules, *, connect: Callable[[], Store], store_s: float) -> None:
+    def __init__(self, node_id: str, rules: RoundRules, *, connect: Callable[[], SignedStore], store_s: float) -> None:
         """`connect`: a new connection to the store. `store_s`: how long the store may take to answer."""
         self.agent = AgentId(f"{node_id}/{secrets.token_hex(6)}", node_id)
         self.view = RoundView()
@@ -68,7 +74,7 @@ class RendezvousAgent:
         self._wish: JoinRequest | RoundMember | None = None
         self._member: RoundMember | None = None
         self._changed = threading.Condition()
-        self._calls: queue.SimpleQueue[Callable[[Store], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[SignedStore], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._visit_store, name="keepstep-rendezvous", daemon=True)
         self._ended = False
         self._participant = RoundParticipant(self.agent, rules)  # Used by the thread, but for `was_open`.
@@ -88,8 +94,8 @@ class RendezvousAgent:
             raise
 
     def _wait_for_place(self, timeout_s: float) -> RoundMember:
-        started = single_at = time.monotonic()
-        missing = ""
+        started = single_at = clean_at = ignored_at = time.monotonic()
+        missing, ignored = "", 0
         while True:
             with self._changed:
                 self._changed.wait(1.0)
@@ -100,6 +106,14 @@ class RendezvousAgent:
             single_at = single_at if view.duplicate else now
             if now - single_at > DUPLICATE_S:
                 raise DuplicateError(f"another agent of node {self.agent.node_id!r} is alive")
+            if view.ignored != ignored:
+                ignored, ignored_at = view.ignored, now
+            clean_at = now if now - ignored_at > 2 * REREAD_S or self._member is not None else clean_at
+            if now - clean_at > FOREIGN_S and ignored:
+                raise ForeignDocumentsError(
+                    f"{ignored} documents of this run in the rendezvous store do not verify, the last one "
+                    f"{view.last_ignored}"
+                )
             if view.state.closed and self._participant.was_open:
                 raise ClosedError("the job is over")
             if view.state.stands:  # A spare may wait for any time.
@@ -110,11 +124,11 @@ class RendezvousAgent:
             if now - started > timeout_s:
                 raise TimeoutError(f"no round began within {timeout_s:g} s: {missing or 'no other node is waiting'}")
 
-    def run(self, call: Callable[[Store], T], *, timeout_s: float) -> T:
+    def run(self, call: Callable[[SignedStore], T], *, timeout_s: float) -> T:
         """Run a call on the thread, with its connection to the store."""
         future: Future[T] = Future()
 
-        def run(store: Store) -> None:
+        def run(store: SignedStore) -> None:
             try:
                 future.set_result(call(store))
             except BaseException as error:
@@ -128,10 +142,25 @@ class RendezvousAgent:
         except FutureTimeout:
             raise StoreLostError(f"the rendezvous store did not answer within {timeout_s:g} s") from None
 
-    def wait_for_keys(self, keys: list[str], *, timeout_s: float) -> list[bytes]:
-        """Wait until the members of this agent's round have written all of these keys."""
+    def read_agreement(self, member: RoundMember, *, timeout_s: float) -> RoundAgreement:
+        """The agreement of this member's round. A round that has lost it is over."""
+        key = member.state.agreement
+        agreed = self.run(lambda store: store.read_as([key], RoundAgreement)[0], timeout_s=timeout_s)
+        if agreed is None:
+            self.end_round(member.round, reason := "the store has lost the agreement of the round")
+            raise RoundEndedError(reason)
+        return agreed
+
+    def wait_for_documents(self, keys: list[str], *, timeout_s: float) -> list[str]:
+        """Wait until the members of this agent's round have written all of these, and return their texts."""
         deadline = time.monotonic() + timeout_s
-        while not self.run(lambda store: store.check(keys), timeout_s=self._store_s):
+        while True:
+            documents = self.run(
+                lambda store: store.read(keys) if store.raw.check(keys) else [], timeout_s=self._store_s
+            )
+            texts = [document.text for document in documents if document is not None]
+            if len(texts) == len(keys):
+                return texts
             if self.view.state.closed:
                 raise ClosedError("the job is over")
             if reason := self.end_reason():
@@ -140,7 +169,6 @@ class RendezvousAgent:
                 raise RoundEndedError(f"not all nodes were ready within {timeout_s:g} s")
             self._raise_if_lost()
             time.sleep(JOINING_PAUSE_S / 2 * max(1.0, len(keys) / MANY_AGENTS))
-        return self.run(lambda store: store.multi_get(keys), timeout_s=self._store_s)
 
     def workers_started(self) -> None:
         """All members are ready: from now on a silent agent alone does not end the round."""
@@ -194,7 +222,7 @@ class RendezvousAgent:
     # The thread
 
     def _visit_store(self) -> None:
-        store: Store | None = None
+        store: SignedStore | None = None
         while not self._ended:
             try:
                 if store is None:
@@ -210,7 +238,7 @@ class RendezvousAgent:
             with self._changed:
                 self._changed.wait_for(lambda: self._ended or not self._calls.empty(), self._pause_s(store))
 
-    def _visit(self, store: Store) -> None:
+    def _visit(self, store: SignedStore) -> None:
         wish = self._wish
         view = self._participant.visit(store, wish)
         with self._changed:
@@ -219,7 +247,7 @@ class RendezvousAgent:
                 self._wish = self._member = view.place
             self._changed.notify_all()
 
-    def _pause_s(self, store: Store | None) -> float:
+    def _pause_s(self, store: SignedStore | None) -> float:
         if store is None:
             return JOINING_PAUSE_S
         state = self.view.state

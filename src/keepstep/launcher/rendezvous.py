@@ -17,7 +17,7 @@ import os
 import socket
 import time
 from collections import deque
-from datetime import timedelta
+from typing import cast
 
 import msgspec
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -38,27 +38,30 @@ from keepstep.control.client import REQUEST_S
 from keepstep.control.membership import IncarnationEnd, NodeClaim, RoundAgreement, check_losses, membership
 from keepstep.control.messages import CardIs, NodeCard
 from keepstep.control.secret_file import read_secret
+from keepstep.control.signed_store import DocumentSigner, SignedStore
 from keepstep.control.spawn import START_S
-from keepstep.errors import Error, KeeperError
+from keepstep.errors import ConfigError, Error, KeeperError
 from keepstep.identity import Identity
 from keepstep.launcher.agent import (
     ClosedError,
     DuplicateError,
+    ForeignDocumentsError,
     RendezvousAgent,
     RoundEndedError,
     StoreLostError,
 )
 from keepstep.launcher.crash_loops import CrashLoop, FailureHistory
 from keepstep.launcher.keeper_supervisor import KeeperSupervisor
+from keepstep.launcher.rendezvous_store import CONNECT_S, READ_S, connect, open_store
 from keepstep.launcher.round_participant import RoundMember
 from keepstep.launcher.rounds import RoundRules
+from keepstep.launcher.store import serve_as
 from keepstep.launcher.worker_exits import WorkerExits
 from keepstep.types import Incarnation
 
 # Defaults of the time-outs that --rdzv-conf sets.
-JOIN_S, CLOSE_S, READ_S = 600, 30, 60  # The same as torch's.
+JOIN_S, CLOSE_S = 600, 30  # The same as torch's.
 FIRST_CALL_S, LAST_CALL_S = 30, 3  # Nodes boot at different times, once; later rounds know which agents live.
-CONNECT_S = 5.0  # for one attempt to reach the store
 STORE_S = 30.0  # an agent without workers waits this long for a store that does not answer: it may be restarting
 RESTART_WINDOW_S = 3600.0  # of launch.restarts
 SETTLE_S = 30.0  # a round stands this long before it is ended to let one more node in: nodes boot at different times
@@ -69,11 +72,12 @@ log = logging.getLogger("keepstep.launcher")
 class KeepstepRendezvous(RendezvousHandler):
     """torch's rendezvous handler of one agent."""
 
-    def __init__(self, store: TCPStore, params: RendezvousParameters, *, identity: Identity, config: Config) -> None:
-        """`store`: the connection that torch made; on the node that serves the store, the server itself."""
-        self._served, self._params = store, params
-        self._identity, self._config = identity, config
+    def __init__(self, params: RendezvousParameters, *, identity: Identity, config: Config) -> None:
+        self._params, self._identity, self._config = params, identity, config
         self._secret = read_secret(config)
+        self._signer = DocumentSigner(identity.run_id, self._secret)
+        # The server itself on the node that serves the store, a connection on the others.
+        self._served = open_store(params, identity.run_id, self._signer)
         self._alone = params.max_nodes == 1
         self._supervisor = KeeperSupervisor(identity, config, listener=self)
         self._agent = RendezvousAgent(
@@ -205,6 +209,14 @@ class KeepstepRendezvous(RendezvousHandler):
                 f"no quorum: {error}. The rendezvous store at {self._store_address} is lost; the keepers hold "
                 "the state (try: start the job again under the same run id; keepstep store serves a store elsewhere)"
             ) from error
+        except ForeignDocumentsError as error:
+            file = self._config.secret_file
+            raise _refusal(
+                str(error),
+                hint=f"the same secret_file on all nodes; here it is {file}"
+                if file
+                else "no secret_file is set here: set it on all nodes or on none",
+            ) from error
         except DuplicateError as error:
             raise _refusal(str(error), hint="set another KEEPSTEP_NODE_ID on each node") from error
         except TimeoutError as error:
@@ -213,22 +225,22 @@ class KeepstepRendezvous(RendezvousHandler):
     def _prepare_workers(self, member: RoundMember) -> RendezvousInfo:
         """After a place was assigned: agreement, keeper, store, and all nodes ready. Then workers may start."""
         round_, rank, read_s = member.round, member.rank, self._seconds("read", READ_S)
-        text = self._agent.run(lambda store: store.get(member.state.agreement), timeout_s=read_s)
-        agreed = msgspec.json.decode(text, type=RoundAgreement)
+        agreed = self._agent.read_agreement(member, timeout_s=read_s)
         self._largest_number = max(self._largest_number, agreed.incarnation.number)
         self._end_crash_loop(member, agreed)
         self._introduce_keeper(agreed, round_, rank)
         server = None
         if rank == 0:
             address = self._address(agreed)
-            server = _serve(address, timedelta(seconds=read_s))
+            server = _serve(address, read_s, one_node=self._alone)
             bootstrap = msgspec.json.encode((address, server.port)).decode()
-            self._agent.run(lambda store: store.set(f"store/{round_}", bootstrap), timeout_s=read_s)
-        self._agent.run(lambda store: store.set(f"ready/{round_}/{rank}", "1"), timeout_s=read_s)
-        ready = [f"ready/{round_}/{other}" for other in range(len(agreed.nodes))]
-        store_text, *_ = self._agent.wait_for_keys([f"store/{round_}", *ready], timeout_s=read_s)
+            self._agent.run(lambda store: store.write(member.key("store"), bootstrap), timeout_s=read_s)
+        ready = member.key("ready")
+        self._agent.run(lambda store: store.write(f"{ready}/{rank}", ""), timeout_s=read_s)
+        keys = [member.key("store"), *(f"{ready}/{other}" for other in range(len(agreed.nodes)))]
+        store_text, *_ = self._agent.wait_for_documents(keys, timeout_s=read_s)
         # A connection of torch's agent: it waits in it, and the other one must go on with heartbeats.
-        store = self._agent.run(lambda _: self._connect(read_s), timeout_s=read_s)
+        store = cast(TorchStore, self._agent.run(lambda _: self._connect(read_s).raw, timeout_s=read_s))
         self._agent.workers_started()
         self._exits.begin()
         self._started = (member, agreed.incarnation)
@@ -276,14 +288,8 @@ class KeepstepRendezvous(RendezvousHandler):
         own = next(card.address for card in agreed.nodes if card.node_id == self._identity.node_id)
         return "localhost" if self._alone else own or socket.getfqdn()
 
-    def _connect(self, timeout_s: float) -> TorchStore:
-        # A refused connection is an error at once, not after torch has tried for `timeout_s` and logged 20 lines.
-        socket.create_connection((self._served.host, self._served.port), timeout=CONNECT_S).close()
-        client = TCPStore(
-            self._served.host, self._served.port, is_master=False, wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )  # fmt: skip
-        return PrefixStore(f"keepstep.{self._identity.run_id}", client)
+    def _connect(self, timeout_s: float) -> SignedStore:
+        return connect(self._served, self._identity.run_id, self._signer, timeout_s=timeout_s)
 
     @property
     def _store_address(self) -> str:
@@ -301,10 +307,10 @@ class KeepstepRendezvous(RendezvousHandler):
         return self._params.get_as_int(f"{name}_timeout", default) or default
 
 
-def _serve(address: str, timeout: timedelta) -> TCPStore:
+def _serve(address: str, timeout_s: float, *, one_node: bool) -> TCPStore:
     try:
-        return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
+        return serve_as(address, 0, timeout_s=timeout_s, one_node=one_node)
+    except ConfigError as error:
         raise RendezvousConnectionError(
             f"no store can be opened at {address} (try: --local-addr=<an address of this node>)"
         ) from error

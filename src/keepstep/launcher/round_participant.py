@@ -13,14 +13,15 @@ import logging
 import secrets
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from keepstep.control.membership import NodeClaim, agree, newest_members
 from keepstep.control.messages import NodeCard
 from keepstep.control.secret_file import SECRET_BYTES
-from keepstep.launcher.round_document import RoundDocument, Store
+from keepstep.control.signed_store import SignedStore
+from keepstep.launcher.round_document import REREAD_S, RoundDocument
 from keepstep.launcher.rounds import (
     AgentId,
     RoundRules,
@@ -67,6 +68,10 @@ class RoundMember:
     def round(self) -> int:
         return self.state.round
 
+    def key(self, kind: str) -> str:
+        """Store key of a document of this round: no earlier round or job has it."""
+        return f"{kind}/{self.state.agreement.partition('/')[2]}"
+
 
 @dataclass(frozen=True)
 class RoundView:
@@ -77,6 +82,8 @@ class RoundView:
     missing: str = ""  # What a joining agent waits for.
     duplicate: bool = False  # Another agent of the same node is alive.
     place: RoundMember | None = None  # A place that this visit assigned.
+    ignored: int = 0  # Documents in the store that did not verify, so far.
+    last_ignored: str = ""
 
 
 class RoundParticipant:
@@ -86,7 +93,7 @@ class RoundParticipant:
         self.document = RoundDocument()
         self.was_open = False  # The job was seen open: `closed` means its end, not that of an earlier job.
         self._agent, self._rules = agent, rules
-        self._claim = ""
+        self._claim, self._claimed_at = "", 0.0
         self._silences, self._read_at = SilenceTimer(), time.monotonic()
         self._enough_since = 0.0
         self._request: JoinRequest | None = None
@@ -94,20 +101,30 @@ class RoundParticipant:
         self._probed: dict[str, float] = {}
         self._complained_at = float("-inf")
 
-    def reconnected(self, store: Store) -> None:
+    def reconnected(self, store: SignedStore) -> None:
         """The connection is new, and so may the store be: do not rely on anything written before."""
         self.document.invalidate()
         if self._claim:
-            store.set(f"card/{self._agent.agent}", self._claim)
+            self._write_claim(store)
 
-    def put_claim(self, store: Store, claim: NodeClaim) -> None:
+    def put_claim(self, store: SignedStore, claim: NodeClaim) -> None:
         """Publish this node's claim, with its keeper's address."""
         self._claim = msgspec.json.encode(claim).decode()
-        store.set(f"card/{self._agent.agent}", self._claim)
+        self._write_claim(store)
 
-    def visit(self, store: Store, wish: JoinRequest | RoundMember | None) -> RoundView:
+    def _write_claim(self, store: SignedStore) -> None:
+        store.write(f"card/{self._agent.agent}", self._claim)
+        self._claimed_at = time.monotonic()
+
+    def visit(self, store: SignedStore, wish: JoinRequest | RoundMember | None) -> RoundView:
         """Send a heartbeat, read the document, and do what the wish demands."""
-        store.add(f"beat/{self._agent.agent}", 1)
+        view, signer = self._visit(store, wish), store.signer
+        return replace(view, ignored=signer.ignored, last_ignored=signer.last_ignored)
+
+    def _visit(self, store: SignedStore, wish: JoinRequest | RoundMember | None) -> RoundView:
+        store.write(f"beat/{self._agent.agent}", "")
+        if self._claim and time.monotonic() - self._claimed_at > REREAD_S:
+            self._write_claim(store)  # Somebody else may have replaced it.
         state = self.document.read(store)
         if isinstance(wish, RoundMember):
             self._read_counters(store, [*agents_to_watch(state, wish.rank), *state.waiting])
@@ -119,15 +136,10 @@ class RoundParticipant:
             return self._seek_place(store, state, wish)
         return RoundView(state)
 
-    def _read_counters(self, store: Store, agents: list[AgentId]) -> None:
+    def _read_counters(self, store: SignedStore, agents: list[AgentId]) -> None:
         names = list({agent.agent for agent in agents} - {self._agent.agent})
-        keys = [f"beat/{name}" for name in names]
-        if not keys:
-            counts: list[int] = []
-        elif store.check(keys):
-            counts = [int(count) for count in store.multi_get(keys)]
-        else:  # The store has lost some of them.
-            counts = [store.add(key, 0) for key in keys]
+        beats = store.read([f"beat/{name}" for name in names])
+        counts = [beat.serial if beat is not None else 0 for beat in beats]  # The store may have lost some of them.
         now = time.monotonic()
         elapsed_s = min(now - self._read_at, MAX_ELAPSED_S)
         self._read_at = now
@@ -138,7 +150,7 @@ class RoundParticipant:
 
     # Joining
 
-    def _seek_place(self, store: Store, state: RoundState, request: JoinRequest) -> RoundView:
+    def _seek_place(self, store: SignedStore, state: RoundState, request: JoinRequest) -> RoundView:
         if state.closed and not self.was_open:
             others = [agent for agent in [*state.members, *state.waiting] if agent.agent != self._agent.agent]
             if not all(self._is_dead(agent) for agent in others):
@@ -158,7 +170,7 @@ class RoundParticipant:
         state, missing = self._decide(store, state)
         return RoundView(state, missing=missing)
 
-    def _request_place(self, store: Store, state: RoundState, request: JoinRequest) -> RoundView:
+    def _request_place(self, store: SignedStore, state: RoundState, request: JoinRequest) -> RoundView:
         namesakes = [
             agent
             for agent in {*state.members, *state.waiting}
@@ -167,28 +179,28 @@ class RoundParticipant:
         if namesakes:
             alive = any(self._silences.moved(agent.agent) for agent in namesakes)
             return RoundView(state, missing="an earlier agent of this node may still be alive", duplicate=alive)
-        store.set(f"members/{self._agent.agent}", msgspec.json.encode(request.members).decode())
+        store.write(f"members/{self._agent.agent}", msgspec.json.encode(request.members).decode())
         self.put_claim(store, request.claim)
         written = self.document.write(store, request_place(state, self._agent))
         if written is not None:
             self._requested_in, self._enough_since = written.round, 0.0
         return RoundView(written or state)
 
-    def _decide(self, store: Store, state: RoundState) -> tuple[RoundState, str]:
+    def _decide(self, store: SignedStore, state: RoundState) -> tuple[RoundState, str]:
         """Begin the next round if this agent may and if it is time. Returns what is missing otherwise."""
         living = [agent for agent in state.waiting if not self._is_dead(agent)]
         alive = {agent.agent for agent in [*state.members, *state.waiting] if not self._is_dead(agent)}
         if self._agent not in living[:MAX_DECIDERS]:
             return state, f"{len(living)} nodes are waiting"
-        keys = [f"card/{agent.agent}" for agent in living]
-        if not store.check(keys):
+        found = store.read_as([f"card/{agent.agent}" for agent in living], NodeClaim)
+        claims = {agent.agent: claim for agent, claim in zip(living, found, strict=True) if claim is not None}
+        if len(claims) < len(living):
             return state, "the store has lost the claims of some nodes"
-        claims = {
-            agent.agent: msgspec.json.decode(text, type=NodeClaim)
-            for agent, text in zip(living, store.multi_get(keys), strict=True)
-        }
-        newest = newest_members(claims)
-        last = msgspec.json.decode(store.get(f"members/{newest}"), type=list[NodeCard]) if newest else []
+        last: list[NodeCard] | None = []
+        if newest := newest_members(claims):
+            last = store.read_as([f"members/{newest}"], list[NodeCard])[0]
+        if last is None:
+            return state, "the store has lost the list of the last members"
         now = time.monotonic()
         if len(living) < self._rules.min_nodes or awaited_members(state, alive):
             self._enough_since = 0.0
@@ -201,7 +213,7 @@ class RoundParticipant:
         nonce, secret = secrets.randbits(63), secrets.token_bytes(SECRET_BYTES)
         agreement = agree([claims[member.agent] for member in members], last, nonce=nonce, secret=secret)
         key = f"agreement/{state.round + 1}.{nonce:x}"
-        store.set(key, msgspec.json.encode(agreement).decode())
+        store.write(key, msgspec.json.encode(agreement).decode())
         written = self.document.write(store, begin_round(state, members, key, alive))
         if written is not None:
             log.info("round %d begins: %s", written.round, reason)
@@ -209,7 +221,7 @@ class RoundParticipant:
 
     # Watching a round
 
-    def _watch(self, store: Store, state: RoundState, member: RoundMember) -> RoundState:
+    def _watch(self, store: SignedStore, state: RoundState, member: RoundMember) -> RoundState:
         if not state.members:
             # The store came back empty: a member writes the state of the round again.
             restored = msgspec.structs.replace(member.state, waiting=state.waiting)
@@ -228,7 +240,7 @@ class RoundParticipant:
                 return self.document.write(store, end_round(state, member.round, reason)) or state
         return state
 
-    def _verdict(self, store: Store, agent: AgentId, member: RoundMember) -> str:
+    def _verdict(self, store: SignedStore, agent: AgentId, member: RoundMember) -> str:
         """Why a node is dead, or "" when its keeper lives."""
         silent = f"node {agent.node_id} is lost: its agent is silent for {self._silences.silent_s(agent.agent):.1f} s"
         if not member.begun:
@@ -237,9 +249,10 @@ class RoundParticipant:
         if now - self._probed.get(agent.agent, 0.0) < PROBE_S:
             return ""
         self._probed[agent.agent] = now
-        if not store.check([key]):
+        claim = store.read_as([key], NodeClaim)[0]
+        if claim is None:
             return ""  # The store is a new one and this agent never reached it: one of the two signs is missing.
-        card = msgspec.json.decode(store.get(key), type=NodeClaim).card
+        card = claim.card
         if keeper_answers(card):
             if now - self._complained_at > COMPLAIN_EVERY_S:
                 self._complained_at = now

@@ -57,6 +57,7 @@ class RoundState(msgspec.Struct, frozen=True):
     waiting: list[AgentId] = []  # in the order of arrival
     closed: bool = False
     stamp: str = ""  # Makes each document unique, so that its writer knows whether it won.
+    revision: int = 0  # Grows with each document, also in a store that came back empty.
 
     @property
     def stands(self) -> bool:
@@ -192,10 +193,14 @@ class SilenceTimer:
         """Add one reading of counters, `elapsed_s` after the last one."""
         for agent, count in counts.items():
             previous = self._counts.get(agent)
-            if previous is not None and previous != count:
+            if previous is None:
+                self._silent_s[agent] = 0.0
+            elif count > previous:
                 self._moved.add(agent)
-            self._silent_s[agent] = self._silent_s[agent] + elapsed_s if previous == count else 0.0
-            self._counts[agent] = count
+                self._silent_s[agent] = 0.0
+            else:
+                self._silent_s[agent] += elapsed_s
+            self._counts[agent] = max(count, previous or 0)
 
     def silent_s(self, agent: str) -> float:
         """0 for an agent whose counter was never read: it is not dead."""

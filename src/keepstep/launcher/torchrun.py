@@ -12,7 +12,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from keepstep.config import Config, resolve
 from keepstep.control.membership import check_losses
@@ -20,7 +20,6 @@ from keepstep.errors import ConfigError
 from keepstep.identity import NO_ID, Identity, identify
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 BACKEND = "keepstep"
@@ -34,8 +33,6 @@ def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Create the rendezvous handler. Called by torchrun when this backend was chosen."""
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-
     from keepstep.launcher.rendezvous import KeepstepRendezvous
 
     config = resolve()
@@ -52,8 +49,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         raise ConfigError("rounds of keepstep need a TCP store", hint="--rdzv-conf without store_type")
     if params.max_nodes == 1 and not params.endpoint:
         params.endpoint = LOCAL_ENDPOINT  # torch's default port is the same for all jobs of a machine.
-    _, store = create_backend(params)
-    return KeepstepRendezvous(cast("TCPStore", store), params, identity=identity, config=config)
+    return KeepstepRendezvous(params, identity=identity, config=config)
 
 
 def _identify(config: Config, rendezvous_id: str) -> Identity:

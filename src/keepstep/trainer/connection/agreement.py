@@ -32,6 +32,7 @@ from keepstep.control.membership import (
 )
 from keepstep.control.messages import CardIs, Done, Membership, NodeCard, WantCard
 from keepstep.control.secret_file import SECRET_BYTES, read_secret
+from keepstep.control.signed_store import DocumentSigner, SignedStore
 from keepstep.control.spawn import START_S, start_keeper
 from keepstep.errors import ConfigError, KeeperError
 from keepstep.identity import ForeignDirectoryError, Identity
@@ -69,8 +70,8 @@ def meet_if_needed(identity: Identity, config: Config, place: RankPlace) -> Agre
 def meet(identity: Identity, config: Config, place: RankPlace) -> AgreedIncarnation:
     """Agree with all other trainers of the round. Every wait ends after `REQUEST_S`."""
     deadline = time.monotonic() + REQUEST_S
-    store = _store(place, REQUEST_S)
     secret = read_secret(config)
+    store = SignedStore(_store(place, REQUEST_S), DocumentSigner(identity.run_id, secret))
     answer = RankAnswer(secrets.token_hex(8))
     client = None
     try:
@@ -81,48 +82,56 @@ def meet(identity: Identity, config: Config, place: RankPlace) -> AgreedIncarnat
             answer = RankAnswer(answer.token, known, card.members)
         take_part = _preside if place.rank == 0 else _attend
         call = take_part(store, place, answer, deadline)
-        agreed = msgspec.json.decode(store.get(f"agreement/{call}"), type=RoundAgreement)
+        agreed = store.read_as([f"agreement/{call}"], RoundAgreement)[0]
+        if agreed is None:
+            raise KeeperError("the job's store has lost the agreement on an incarnation")
         sent = _introduce(client, agreed, identity, config, secret) if client is not None else None
     finally:
         if client is not None:
             client.close()
     first = place.rank - place.local_index
     if sent is not None:
-        store.set(f"told/{call}/{first}", "1")
+        store.write(f"told/{call}/{first}", "")
     _wait(store, [f"told/{call}/{first}"], deadline, "this node's first trainer")
     return AgreedIncarnation(agreed.incarnation, sent)
 
 
-def _preside(store: Any, place: RankPlace, answer: RankAnswer, deadline: float) -> str:
+def _preside(store: SignedStore, place: RankPlace, answer: RankAnswer, deadline: float) -> str:
     call = secrets.token_hex(8)
-    store.set(f"answer/{call}/0", msgspec.json.encode(answer).decode())
-    store.set("call", call)
+    store.write(f"answer/{call}/0", msgspec.json.encode(answer).decode())
+    store.write("call", call)
     keys = [f"answer/{call}/{rank}" for rank in range(place.world_size)]
     _wait(store, keys, deadline, "the trainers of all nodes")
-    answers = [msgspec.json.decode(text, type=RankAnswer) for text in store.multi_get(keys)]
+    answers = [answer for answer in store.read_as(keys, RankAnswer) if answer is not None]
+    if len(answers) < len(keys):
+        raise KeeperError("the job's store has lost answers of trainers to the call of rank 0")
     nodes = {answer.token: answer.known for answer in answers if answer.known is not None}  # in the order of ranks
     best = newest_members(nodes)
     last = next((answer.members for answer in answers if answer.token == best), [])
     secret = secrets.token_bytes(SECRET_BYTES)
     agreed = agree(list(nodes.values()), last, nonce=secrets.randbits(63), secret=secret)
-    store.set(f"agreement/{call}", msgspec.json.encode(agreed).decode())
-    store.multi_set([f"agreed/{call}/{rank}" for rank in range(place.world_size)], [answer.token for answer in answers])
+    store.write(f"agreement/{call}", msgspec.json.encode(agreed).decode())
+    for rank, answer in enumerate(answers):
+        store.write(f"agreed/{call}/{rank}", answer.token)
     return call
 
 
-def _attend(store: Any, place: RankPlace, answer: RankAnswer, deadline: float) -> str:
+def _attend(store: SignedStore, place: RankPlace, answer: RankAnswer, deadline: float) -> str:
     answered, text = "", msgspec.json.encode(answer).decode()
-    _wait(store, ["call"], deadline, "the call of rank 0")
     while True:
-        call = store.get("call").decode()
+        (called,) = store.read(["call"])
+        call = called.text if called is not None else answered
         if call != answered:
-            store.set(f"answer/{call}/{place.rank}", text)
+            store.write(f"answer/{call}/{place.rank}", text)
             answered = call
-        key = f"agreed/{call}/{place.rank}"
-        if store.check([key]) and store.get(key).decode() == answer.token:
-            return str(call)
+        agreed = store.read([f"agreed/{call}/{place.rank}"])[0] if call else None
+        if agreed is not None and agreed.text == answer.token:
+            return call
         if time.monotonic() > deadline:
-            raise KeeperError("the trainers did not agree on an incarnation in time", hint="the log of rank 0 says why")
+            raise KeeperError(
+                "the trainers did not agree on an incarnation in time" + store.signer.summary(),
+                hint="the log of rank 0 says why; start all nodes of the job, with the same secret_file",
+            )
         time.sleep(POLL_S)
 
 
@@ -173,8 +182,11 @@ def _store(place: RankPlace, timeout_s: float) -> Any:
     return PrefixStore("keepstep.meeting", store)
 
 
-def _wait(store: Any, keys: list[str], deadline: float, what: str) -> None:
-    while not store.check(keys):
+def _wait(store: SignedStore, keys: list[str], deadline: float, what: str) -> None:
+    while not store.raw.check(keys) or None in store.read(keys):
         if time.monotonic() > deadline:
-            raise KeeperError(f"{what} did not arrive within {REQUEST_S:g} s", hint="start all nodes of the job")
+            raise KeeperError(
+                f"{what} did not arrive within {REQUEST_S:g} s{store.signer.summary()}",
+                hint="start all nodes of the job, with the same secret_file",
+            )
         time.sleep(POLL_S)
