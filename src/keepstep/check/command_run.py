@@ -51,6 +51,7 @@ class RunOutcome:
     last_lines: str  # of what the last start printed
     duration_s: float
     exit_code: int | None = None
+    kills: frozenset[int] = frozenset()  # numbers of the orders that were carried out
 
 
 @dataclass
@@ -89,7 +90,8 @@ class CommandRun:
                 if not ending and fresh and is_enough(self._events):
                     ending = STOPPED
                 if ending:
-                    return RunOutcome(ending, self._events, self._last_lines(), now - started, code)
+                    lines = self._last_lines()
+                    return RunOutcome(ending, self._events, lines, now - started, code, self._kills_done())
                 if code is not None:
                     process = self._start()
                 reap(process.pid)
@@ -114,6 +116,9 @@ class CommandRun:
         if code == 0:
             return ENDED
         return "" if any(event.kind == KILLED for event in last.values()) else FAILED
+
+    def _kills_done(self) -> frozenset[int]:
+        return frozenset(o.number for o in self.orders.kills if killed_path(self.directory, o).exists())
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._starts += 1

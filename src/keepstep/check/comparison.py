@@ -1,29 +1,25 @@
 """The first difference between an undisturbed run and another one (pure).
 
 Lives are compared in order, steps in order. A step that was done again after a restore is compared again. Random states
-that no step ever draws from may differ: a program need not seed what it does not use.
+that no step ever draws from may differ: a program need not seed what it does not use. Where the state is equal at every
+step, what evolves beside it is compared (an EMA that nobody gave), and then the losses that were printed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
+from keepstep.check.evidence import ChangedValue, Evidence, compare_values, gather_evidence
+from keepstep.check.printed_numbers import changed_numbers
 from keepstep.check.trajectory import RankRun, TakeRecord, TrainerLife
+from keepstep.control.check_events import VARIABLE, WORKERS
 
-AT_TAKE, AT_RESTORE, OF_STEPS, NOT_RESTORED, REFUSED, PRINTED = (
-    "take", "restore", "steps", "not restored", "refused", "printed"
+AT_TAKE, AT_RESTORE, OF_STEPS, NOT_RESTORED, REFUSED, BESIDE, PRINTED = (
+    "take", "restore", "steps", "not restored", "refused", "beside", "printed"
 )  # fmt: skip
 RNG = "rng."
-
-
-@dataclass(frozen=True)
-class ChangedValue:
-    """One path with its value in the undisturbed run and in the other; empty where it is missing."""
-
-    path: str
-    expected: str
-    found: str
 
 
 @dataclass(frozen=True)
@@ -38,76 +34,151 @@ class Difference:
     is_first_step: bool  # of its life
     killed: str = ""  # the moment of the kill before this life
     changed: tuple[ChangedValue, ...] = ()
-    around: tuple[ChangedValue, ...] = ()  # the same of what is not in the state
+    evidence: Evidence = field(default_factory=Evidence)
     expected_step: int = -1
     text: str = ""
 
 
 class RunComparison:
-    """Compares runs with one undisturbed run."""
+    """Compares runs with one undisturbed run. `noise`: what of the surroundings differs between undisturbed runs."""
 
-    def __init__(self, reference: Sequence[RankRun]) -> None:
-        self.reference = {run.rank: run for run in reference}
-        self.steps = {run.rank: [take.step for take in run.takes] for run in reference}
+    def __init__(self, reference: Sequence[RankRun], noise: Collection[str] = ()) -> None:
+        self._reference = {run.rank: run for run in reference}
+        self._steps = {run.rank: [take.step for take in run.takes] for run in reference}
         self._states = {run.rank: {take.step: take for take in run.takes} for run in reference}
+        self._noise = frozenset(noise)
 
     def first_difference(self, other: Sequence[RankRun]) -> Difference | None:
-        """The earliest by life, then by step."""
-        firsts = [first for run in other if (first := next(self._differences(run), None)) is not None]
+        """The earliest by life, then by step, of the state."""
+        return self._first([self._of_state(run) for run in other])
+
+    def difference_beside(self, other: Sequence[RankRun]) -> Difference | None:
+        """The same of what evolves beside the state, then of what was printed. For runs whose states are equal."""
+        return self._first([self._of_surroundings(run) for run in other]) or self._first(
+            [self._of_numbers(run) for run in other]
+        )
+
+    def last_steps(self, other: Sequence[RankRun]) -> tuple[list[int], int]:
+        """The steps of the undisturbed run, and the last one of the other."""
+        rank = min(self._steps)
+        return self._steps[rank], max(
+            (take.step for run in other for take in run.takes if run.rank == rank), default=-1
+        )
+
+    def lost_variables(self, other: Sequence[RankRun]) -> tuple[str, ...]:
+        """Variables of the program that evolve, and have other values after a restore. No difference by themselves."""
+        lost: dict[str, None] = {}
+        for run in other:
+            evolving = self._evolving(run.rank, {VARIABLE})
+            for _, _, reference, take in self._pairs(run):
+                lost |= dict.fromkeys(v.path for v in self._beside(reference, take, evolving))
+        return tuple(path.partition(" ")[2] for path in lost)
+
+    def noise_of(self, other: Sequence[RankRun]) -> set[str]:
+        """Surroundings that differ at any step of another undisturbed run, or that only one of the runs has."""
+        noise: set[str] = set()
+        for run in other:
+            for _, _, reference, take in self._pairs(run):
+                noise |= {value.path for value in compare_values(reference.around, take.around, set())}
+                noise |= {value.path for value in compare_values(reference.trace.around, take.trace.around, set())}
+        return noise
+
+    def _first(self, differences: Sequence[Iterator[Difference]]) -> Difference | None:
+        firsts = [first for each in differences if (first := next(each, None)) is not None]
         return min(firsts, key=lambda difference: (difference.life, difference.step), default=None)
 
-    def _differences(self, run: RankRun) -> Iterator[Difference]:
-        if run.rank not in self.reference:
+    # The state
+
+    def _of_state(self, run: RankRun) -> Iterator[Difference]:
+        if run.rank not in self._reference:
             return
-        unused = unused_random_states([self.reference[run.rank], run])
+        unused = unused_random_states([self._reference[run.rank], run])
         for index, life in enumerate(run.lives):
             yield from self._of_life(run, index, life, unused)
 
     def _of_life(self, run: RankRun, index: int, life: TrainerLife, unused: set[str]) -> Iterator[Difference]:
-        states, steps = self._states[run.rank], self.steps[run.rank]
-        killed = run.lives[index - 1].killed if index else ""
-
-        def differs(kind: str, step: int, **more: object) -> Difference:
-            first = not life.takes or step <= life.takes[0].step
-            return Difference(kind, run.rank, index, step, life.restored, first, killed, **more)  # type: ignore[arg-type]
-
+        states, steps = self._states[run.rank], self._steps[run.rank]
         if life.refused:
-            yield differs(REFUSED, _last_step(run, index), text=life.refused)
+            yield differs(REFUSED, run, index, _last_step(run, index), text=life.refused)
             return
         begun_anew = index > 0 and life.restored is None and bool(life.takes)
         if begun_anew and any(earlier.kept for earlier in run.lives[:index]):
             text = "" if life.asked else "never asked"
-            yield differs(NOT_RESTORED, life.takes[0].step, expected_step=_last_step(run, index), text=text)
+            last = _last_step(run, index)
+            yield differs(NOT_RESTORED, run, index, life.takes[0].step, expected_step=last, text=text)
             return
         if life.restored in states:
             changed = compare_values(states[life.restored].state, life.state, unused, only=set(life.state))
             if changed:
-                yield differs(AT_RESTORE, life.restored, changed=changed)
-        wanted = steps[: len(life.takes)] if life.restored is None else [s for s in steps if s > life.restored]
-        for take, step in zip(life.takes, wanted, strict=False):
-            if take.step != step:
-                yield differs(OF_STEPS, take.step, expected_step=step)
+                yield differs(AT_RESTORE, run, index, life.restored, changed=changed)
+        wanted = steps if life.restored is None else [step for step in steps if step > life.restored]
+        for number, take in enumerate(life.takes):
+            expected = wanted[number] if number < len(wanted) else -1
+            if take.step != expected:
+                yield differs(OF_STEPS, run, index, take.step, expected_step=expected)
                 return
-            changed = compare_values(states[step].state, take.state, unused)
+            changed = compare_values(states[expected].state, take.state, unused)
             if changed:
-                around = compare_values(states[step].around, take.around, set())
-                yield differs(AT_TAKE, step, changed=changed, around=around)
+                before = steps.index(expected)
+                earlier = states[steps[before - 1]] if before else None
+                ignored, constant = self._noise | unused, self._constant(run.rank)
+                evidence = gather_evidence(earlier, states[expected], take, ignored, constant)
+                yield differs(AT_TAKE, run, index, expected, changed=changed, evidence=evidence)
+
+    # Beside the state
+
+    def _of_surroundings(self, run: RankRun) -> Iterator[Difference]:
+        evolving = self._evolving(run.rank, set()) - self._evolving(run.rank, {VARIABLE, WORKERS})
+        for index, _, reference, take in self._pairs(run):
+            changed = self._beside(reference, take, evolving)
+            if changed:
+                yield differs(BESIDE, run, index, take.step, changed=changed)
+
+    def _of_numbers(self, run: RankRun) -> Iterator[Difference]:
+        for index, life, reference, take in self._pairs(run):
+            is_first = index > 0 and take is life.takes[0]
+            changed = changed_numbers(reference.printed, take.printed, is_first=is_first)
+            if changed:
+                yield differs(PRINTED, run, index, take.step, changed=changed)
+
+    def _pairs(self, run: RankRun) -> Iterator[tuple[int, TrainerLife, TakeRecord, TakeRecord]]:
+        states = self._states.get(run.rank, {})
+        for index, life in enumerate(run.lives):
+            for take in life.takes:
+                if take.step in states:
+                    yield index, life, states[take.step], take
+
+    def _evolving(self, rank: int, kinds: set[str]) -> set[str]:
+        """Paths that change from step to step of the undisturbed run; of all kinds where none is given."""
+        takes = self._reference[rank].takes if rank in self._reference else []
+        return {
+            path
+            for before, after in pairwise(takes)
+            for path, text in after.around.items()
+            if before.around.get(path, text) != text and (not kinds or path.partition(" ")[0] in kinds)
+        }
+
+    def _constant(self, rank: int) -> set[str]:
+        """Variables that no step changes: they explain nothing."""
+        takes = self._reference[rank].takes
+        paths = {path for take in takes for path in take.around if path.startswith(f"{VARIABLE} ")}
+        return paths - self._evolving(rank, {VARIABLE}) if len(takes) > 1 else set()
+
+    def _beside(self, reference: TakeRecord, take: TakeRecord, evolving: set[str]) -> tuple[ChangedValue, ...]:
+        both = (evolving & reference.around.keys() & take.around.keys()) - self._noise
+        return compare_values(reference.around, take.around, set(), only=both)
+
+
+def differs(kind: str, run: RankRun, index: int, step: int, **more: object) -> Difference:
+    """A difference in one life of a run."""
+    life = run.lives[index]
+    first = not life.takes or step <= life.takes[0].step
+    killed = run.lives[index - 1].killed if index else ""
+    return Difference(kind, run.rank, index, step, life.restored, first, killed, **more)  # type: ignore[arg-type]
 
 
 def _last_step(run: RankRun, index: int) -> int:
     return max((take.step for life in run.lives[:index] for take in life.takes), default=-1)
-
-
-def compare_values(
-    expected: dict[str, str], found: dict[str, str], unused: set[str], *, only: set[str] | None = None
-) -> tuple[ChangedValue, ...]:
-    """Every path whose value differs, in the order of the state."""
-    paths = [path for path in {**expected, **found} if path not in unused and (only is None or path in only)]
-    return tuple(
-        ChangedValue(path, expected.get(path, ""), found.get(path, ""))
-        for path in paths
-        if expected.get(path) != found.get(path)
-    )
 
 
 def unused_random_states(runs: Sequence[RankRun]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -11,8 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from keepstep.check.run_order import CheckResult, CheckSettings
+from keepstep.control.check_events import AFTER, BEFORE, EVALUATION, WITHIN
 
 MAX_PATHS = 8
+_MOMENTS = {
+    AFTER: "when the snapshot of step {} was complete",
+    BEFORE: "at take({}), before anything of it was captured",
+    WITHIN: "between take({}) and the next one",
+    EVALUATION: "in the evaluation after step {}",
+}
 
 
 class CheckProgress:
@@ -47,25 +55,44 @@ def print_result(result: CheckResult) -> None:
 def describe(result: CheckResult) -> str:
     """The verdict as lines of text."""
     if result.exact:
-        return (
-            f"exact: {len(result.steps)} steps are equal bit for bit, killed and restored {len(result.restored)} times"
-        )
+        lines = [f"exact: {len(result.steps)} steps are equal bit for bit, with {len(result.kills)} kills"]
+        lines += [f"  {text}" for text in _instants(result)]
+        if result.lost_variables:
+            lines.append(
+                f"not compared: {_list(result.lost_variables)} changed during training and began anew after a kill. "
+                "Where such a variable matters, put it into a dict of the state"
+            )
+        return "\n".join(lines)
     lines = ["not exact" if result.exact is False else "could not be checked"]
     difference = result.difference
     if difference is not None:
         lines[0] += f": step {difference.step} of rank {difference.rank} differs"
         if difference.restored is not None:
-            lines.append(f"  in a life that restored step {difference.restored}")
+            lines.append(f"  after a kill, in a process that restored step {difference.restored}")
         lines += [
-            f"  {value.path}: {value.found} instead of {value.expected}" for value in difference.changed[:MAX_PATHS]
+            f"  {value.path}: {value.found or 'missing'} instead of {value.expected or 'nothing'}"
+            for value in difference.changed[:MAX_PATHS]
         ]
         if len(difference.changed) > MAX_PATHS:
             lines.append(f"  and {len(difference.changed) - MAX_PATHS} paths more")
     if result.cause is not None:
-        lines += [f"cause: {result.cause.text}", f"try: {result.cause.remedy}"]
+        lines += [f"cause: {result.cause.name}: {result.cause.text}", f"try: {result.cause.remedy}"]
     if result.last_lines:
         lines += ["the last lines of the command:", *(f"  {line}" for line in result.last_lines.splitlines())]
     return "\n".join(lines)
+
+
+def _instants(result: CheckResult) -> list[str]:
+    ranks = result.ranks > 1
+    return [
+        f"{_MOMENTS[order.moment].format(order.step)}{f', rank {order.rank}' if ranks else ''}"
+        for order in result.kills
+    ]
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_PATHS} more" if len(names) > MAX_PATHS else ""
+    return ", ".join(names[:MAX_PATHS]) + more
 
 
 def write_report(result: CheckResult, settings: CheckSettings, path: Path) -> None:

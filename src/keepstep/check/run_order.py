@@ -10,10 +10,10 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from keepstep.check.causes import Cause, cause_of, failure_cause, undisturbed_cause
+from keepstep.check.causes import Cause, cause_of, crash_cause, ended_early, failure_cause, undisturbed_cause
 from keepstep.check.command_run import FAILED, LOOPING, STALLED, STOPPED, CommandRun, RunOutcome, adopting_orphans
 from keepstep.check.comparison import Difference, RunComparison
 from keepstep.check.kill_plan import choose_kills
@@ -21,7 +21,6 @@ from keepstep.check.trajectory import RankRun, rank_runs
 from keepstep.control.check_events import WITHIN, CheckOrders, KillOrder, TrainerEvent
 
 Progress = Callable[[str, int], None]  # the name of a run, and its steps so far
-MAX_EXTRA = 3  # A run with kills may make this many times the steps of the undisturbed one.
 MAX_PARENT = 30  # characters: the path of a unix socket has at most 107
 LOST = (FAILED, STALLED, LOOPING)
 
@@ -48,8 +47,8 @@ class CheckResult:
     restored: tuple[int | None, ...] = ()  # by life after the first
     cause: Cause | None = None
     difference: Difference | None = None
+    lost_variables: tuple[str, ...] = ()  # that have other values after a restore, and do not show in the state
     last_lines: str = ""
-    duration_s: float = 0.0
 
 
 def check(settings: CheckSettings, progress: Progress) -> CheckResult:
@@ -77,31 +76,43 @@ class RunOrder:
             return CheckResult(None, cause=cause, last_lines=calm.last_lines)
         comparison = RunComparison(reference)
         kills = choose_kills(reference, self._settings.kills, self._settings.seed)
-        struck = self._run("with kills", self._orders(calm, reference, kills), comparison)
+        orders = self._orders(calm, reference, kills)
+        struck = self._run("with kills", orders, comparison)
+        result = self._judge(comparison, struck, len(reference))
+        if result.exact is False and result.difference is not None:
+            result = self._tell_apart(reference, struck, result)
+        steps = tuple(take.step for take in reference[0].takes)
+        restored = tuple(life.restored for life in rank_runs(struck.events)[0].lives[1:])
+        done = tuple(order for order in kills if order.number in struck.kills)
+        return replace(result, ranks=len(reference), steps=steps, kills=done, restored=restored)
+
+    def _judge(self, comparison: RunComparison, struck: RunOutcome, num_ranks: int) -> CheckResult:
+        """Compare the run with kills. What surrounds the state counts only when another run is made."""
         runs = rank_runs(struck.events)
         difference = comparison.first_difference(runs)
-        return self._judge(calm, reference, comparison, struck, difference)
+        if difference is not None:
+            return CheckResult(False, cause=cause_of(difference, num_ranks), difference=difference)
+        if struck.ending in LOST:
+            return CheckResult(False, cause=crash_cause(struck), last_lines=struck.last_lines)
+        steps, last = comparison.last_steps(runs)
+        if last < steps[-1]:
+            return CheckResult(False, cause=ended_early(steps, last), last_lines=struck.last_lines)
+        beside = comparison.difference_beside(runs)
+        if beside is not None:
+            return CheckResult(False, cause=cause_of(beside, num_ranks), difference=beside)
+        return CheckResult(True, lost_variables=comparison.lost_variables(runs))
 
-    def _judge(
-        self,
-        calm: RunOutcome,
-        reference: list[RankRun],
-        comparison: RunComparison,
-        struck: RunOutcome,
-        difference: Difference | None,
-    ) -> CheckResult:
-        runs = rank_runs(struck.events)
-        steps = tuple(take.step for take in reference[0].takes)
-        restored = tuple(life.restored for life in runs[0].lives[1:])
-        if difference is None:
-            return CheckResult(True, len(reference), steps, (), restored)
-        again = self._run("undisturbed again", self._orders(calm, reference, []))
-        by_itself = comparison.first_difference(rank_runs(again.events))
-        if by_itself is not None and by_itself.step <= difference.step:
-            return CheckResult(
-                False, len(reference), steps, (), restored, undisturbed_cause(by_itself), by_itself
-            )  # fmt: skip
-        return CheckResult(False, len(reference), steps, (), restored, cause_of(difference), difference)
+    def _tell_apart(self, reference: list[RankRun], struck: RunOutcome, result: CheckResult) -> CheckResult:
+        """Run undisturbed again: does the program differ by itself?"""
+        assert result.difference is not None
+        last = max(take.step for take in reference[0].takes)
+        again = rank_runs(self._run("undisturbed again", CheckOrders(last_step=last)).events)
+        plain = RunComparison(reference)
+        by_itself = plain.first_difference(again)
+        if by_itself is not None and by_itself.step <= result.difference.step:
+            return CheckResult(False, cause=undisturbed_cause(by_itself), difference=by_itself)
+        noise = plain.noise_of(again)
+        return self._judge(RunComparison(reference, noise), struck, len(reference))
 
     def _orders(self, calm: RunOutcome, reference: list[RankRun], kills: list[KillOrder]) -> CheckOrders:
         last = max(take.step for take in reference[0].takes)

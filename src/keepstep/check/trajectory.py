@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.control.check_events import OPENED, TrainerEvent
+from keepstep.control.check_events import OPENED, StepTrace, TrainerEvent
 
 MAX_SEGMENT_BYTES = 1_000_000
 
@@ -20,7 +20,8 @@ class TakeRecord:
     state: dict[str, str]
     around: dict[str, str]
     error: str = ""  # why the state could not be read
-    printed: tuple[str, ...] | None = None  # lines since the take before it, in the same life
+    trace: StepTrace = field(default_factory=StepTrace)
+    printed: tuple[str, ...] | None = None  # lines since the take before it, or since the restore
 
 
 @dataclass
@@ -61,13 +62,16 @@ def rank_runs(events: Iterable[TrainerEvent]) -> list[RankRun]:
         life = own[-1]
         match event.kind:
             case "restored":
+                offsets[event.rank] = (event.output, event.output_bytes)
                 life.asked, life.restored, life.state = True, event.step if event.step >= 0 else None, event.state
             case "refused":
                 life.asked, life.refused = True, event.text
             case "take":
                 printed = _printed(offsets.get(event.rank), event) if event.world_size == 1 else None
                 offsets[event.rank] = (event.output, event.output_bytes)
-                life.takes.append(TakeRecord(event.step, event.at, event.state, event.around, event.text, printed))
+                life.takes.append(
+                    TakeRecord(event.step, event.at, event.state, event.around, event.text, event.trace, printed)
+                )
             case "kept":
                 life.kept.add(event.step)
             case "skipped":

@@ -17,11 +17,16 @@ CHECK = "KEEPSTEP_CHECK"
 ORDERS = "orders.json"
 
 # The moments of a kill at step s: in `take(s)` before anything is captured, in `take(s)` when the snapshot is complete,
-# or at a random moment between `take(s)` and the next.
-BEFORE, AFTER, WITHIN = "before", "after", "within"
+# at a random moment between `take(s)` and the next, or in the first evaluation after `take(s)`.
+BEFORE, AFTER, WITHIN, EVALUATION = "before", "after", "within", "evaluation"
 
 OPENED, RESTORED, REFUSED, TAKE, KEPT, SKIPPED, KILLED, REACHED = (
     "opened", "restored", "refused", "take", "kept", "skipped", "killed", "reached"
+)  # fmt: skip
+
+# What is not in the state, by kind.
+MODULE, OPTIMIZER, SCHEDULER, BUFFER, GENERATOR, TENSOR, VARIABLE, WORKERS = (
+    "module", "optimizer", "scheduler", "buffer", "generator", "tensor", "variable", "workers"
 )  # fmt: skip
 
 
@@ -42,6 +47,18 @@ class CheckOrders(msgspec.Struct, frozen=True):
     kills: tuple[KillOrder, ...] = ()
 
 
+class StepTrace(msgspec.Struct, frozen=True):
+    """What led to one `take`, since the one before it."""
+
+    state: dict[str, str] = {}  # at the first forward pass
+    around: dict[str, str] = {}
+    inputs: tuple[str, ...] = ()  # tensors that the modules of the state were called with
+    evaluations: int = 0  # forward passes without gradients
+    evaluated_first: bool = False  # some of them before the first one with gradients
+    stepped: bool = False  # whether an optimizer stepped
+    drawn: bool = False  # whether random numbers were drawn between the end of its step and `take`
+
+
 class TrainerEvent(msgspec.Struct, frozen=True):
     """One line of a trainer."""
 
@@ -53,7 +70,8 @@ class TrainerEvent(msgspec.Struct, frozen=True):
     step: int = -1
     text: str = ""
     state: dict[str, str] = {}  # by path: a short value as it is, anything else as its digest
-    around: dict[str, str] = {}  # the same of what is not in the state: variables, modules that nobody gave
+    around: dict[str, str] = {}  # the same of what is not in the state, by `<kind> <path>`
+    trace: StepTrace = StepTrace()
     output: str = ""  # the file that standard output is, and how long it was
     output_bytes: int = -1
 

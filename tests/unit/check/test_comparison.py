@@ -1,0 +1,104 @@
+"""What counts as a difference between an undisturbed run and one with kills."""
+
+from __future__ import annotations
+
+from runs import life, one_rank, taken
+
+from keepstep.check.comparison import AT_RESTORE, BESIDE, NOT_RESTORED, OF_STEPS, PRINTED, RunComparison
+from keepstep.check.trajectory import TakeRecord
+
+CALM = one_rank(life(*(taken(step, model=f"w{step}") for step in range(4))))
+
+
+def test_run_that_goes_on_where_it_was_restored_is_equal() -> None:
+    other = one_rank(
+        life(taken(0, model="w0"), taken(1, model="w1"), killed="within"),
+        life(taken(1, model="w1"), taken(2, model="w2"), taken(3, model="w3"), restored=0),
+    )
+    comparison = RunComparison(CALM)
+    assert comparison.first_difference(other) is None
+    assert comparison.difference_beside(other) is None
+
+
+def test_first_step_and_path_that_differ_are_named() -> None:
+    other = one_rank(
+        life(taken(0, model="w0"), killed="after"),
+        life(taken(1, model="w1"), taken(2, model="other"), taken(3, model="other"), restored=0),
+    )
+    difference = RunComparison(CALM).first_difference(other)
+    assert difference is not None
+    assert (difference.step, difference.life, difference.killed) == (2, 1, "after")
+    assert [value.path for value in difference.changed] == ["model"]
+
+
+def test_restored_state_is_compared_with_the_captured_one() -> None:
+    other = one_rank(life(taken(0, model="w0")), life(taken(1, model="w1"), restored=0, state={"model": "zero"}))
+    difference = RunComparison(CALM).first_difference(other)
+    assert difference is not None
+    assert difference.kind == AT_RESTORE
+
+
+def test_step_that_is_made_twice_or_left_out_is_a_difference() -> None:
+    for steps in ((2, 3), (0, 1, 2)):
+        other = one_rank(life(taken(0, model="w0")), life(*(taken(s, model=f"w{s}") for s in steps), restored=0))
+        difference = RunComparison(CALM).first_difference(other)
+        assert difference is not None
+        assert difference.kind == OF_STEPS
+
+
+def test_step_after_the_last_one_is_a_difference() -> None:
+    other = one_rank(life(*(taken(step, model=f"w{step}") for step in range(5))))
+    difference = RunComparison(CALM).first_difference(other)
+    assert difference is not None
+    assert (difference.kind, difference.step) == (OF_STEPS, 4)
+
+
+def test_run_that_begins_anew_is_a_difference() -> None:
+    other = one_rank(life(taken(0, model="w0")), life(taken(0, model="w0")))
+    difference = RunComparison(CALM).first_difference(other)
+    assert difference is not None
+    assert difference.kind == NOT_RESTORED
+
+
+def test_random_states_that_nobody_draws_from_may_differ() -> None:
+    calm = one_rank(life(*(taken(step, model=f"w{step}", **{"rng.numpy": "a"}) for step in range(2))))
+    other = one_rank(life(*(taken(step, model=f"w{step}", **{"rng.numpy": "b"}) for step in range(2))))
+    assert RunComparison(calm).first_difference(other) is None
+
+
+def evolving(*averages: str, key: str = "tensor average.w") -> list[TakeRecord]:
+    return [taken(step, model=f"w{step}", around={key: text}) for step, text in enumerate(averages)]
+
+
+def test_what_evolves_beside_the_state_is_a_difference() -> None:
+    calm, other = evolving("#a", "#b", "#c"), evolving("#a", "#b", "#z")
+    runs = one_rank(life(*other[:2]), life(other[2], restored=1))
+    difference = RunComparison(one_rank(life(*calm))).difference_beside(runs)
+    assert difference is not None
+    assert (difference.kind, difference.changed[0].path) == (BESIDE, "tensor average.w")
+    assert RunComparison(one_rank(life(*calm)), {"tensor average.w"}).difference_beside(runs) is None
+
+
+def test_variables_are_reported_and_are_no_difference() -> None:
+    calm, other = (evolving("0", "1", last, key="variable best") for last in ("2", "0"))
+    runs = one_rank(life(*other[:2]), life(other[2], restored=1))
+    comparison = RunComparison(one_rank(life(*calm)))
+    assert comparison.difference_beside(runs) is None
+    assert comparison.lost_variables(runs) == ("best",)
+
+
+def test_what_never_changes_beside_the_state_may_differ() -> None:
+    calm, other = evolving("#a", "#a"), evolving("#b", "#b")
+    assert RunComparison(one_rank(life(*calm))).difference_beside(one_rank(life(*other))) is None
+
+
+def printing(*losses: str) -> list[TakeRecord]:
+    return [taken(step, model=f"w{step}", printed=(f"step {step} loss {loss}",)) for step, loss in enumerate(losses)]
+
+
+def test_printed_losses_are_compared() -> None:
+    calm, other = printing("3.0", "2.0", "1.5"), printing("3.0", "2.0", "9.5")
+    runs = one_rank(life(*other[:2]), life(other[2], restored=1))
+    difference = RunComparison(one_rank(life(*calm))).difference_beside(runs)
+    assert difference is not None
+    assert (difference.kind, difference.step, difference.changed[0].found) == (PRINTED, 2, "9.5")
