@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import keepstep
 from keepstep.control.check_events import BUFFER, GENERATOR, MODULE, OPTIMIZER, SCHEDULER, TENSOR, VARIABLE, WORKERS
 from keepstep.trainer.check.digests import leaves, tensor_digest, value_text
 from keepstep.trainer.state.module_memory import storages
@@ -33,7 +32,7 @@ MAX_DEPTH = 5
 MAX_CHILDREN = 64  # of a list or dict
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(Path(keepstep.__file__).parent), str(Path(torch.__file__).parent)}
+    | {str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)}
 )
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _LISTS = (list, tuple, deque)
