@@ -167,17 +167,11 @@ def test_two_objects_with_one_path_are_refused() -> None:
         StateObjects({"a.b": nn.Linear(2, 2), "a": {"b": nn.Linear(2, 2)}})
 
 
-@pytest.fixture
-def local(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRun]:
-    with LocalRun() as run:
-        for name, value in run.environ.items():
-            monkeypatch.setenv(name, value)
-        yield run
-
-
 def test_it_is_refused_before_the_first_step(local: LocalRun) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    del optimizer.param_groups[0]["nesterov"]
     with (
-        Snapshotter({"model": ShownWeight(2, 2)}) as snapshots,
+        Snapshotter({"optimizer": optimizer}) as snapshots,
         pytest.raises(CaptureError, match="could not be restored"),
     ):
         snapshots.restore()
