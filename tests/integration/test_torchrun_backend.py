@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ import msgspec
 import psutil
 import pytest
 from ports import free_port
+from torch.distributed import PrefixStore, TCPStore
 
 from keepstep.control.client import KeeperClient
 from keepstep.control.messages import Done, Hold, Release, StatusIs, WantArenas, WantStatus
+from keepstep.control.signed_store import DocumentSigner
 from keepstep.errors import KeeperError
 from keepstep.identity import Identity
+from keepstep.launcher.rounds import RoundState
 from keepstep.types import Incarnation, Status
 
 # Writes what it knows to <facts>/<incarnation number>.<rank>, then works until <facts>/stop exists.
@@ -321,6 +325,7 @@ def test_two_agents_agree_on_one_incarnation_and_recover_from_a_killed_worker(jo
     first = job.round(1)
     keepers = [pid for node in "ab" if (pid := job.keeper(node)) is not None]
     assert len(set(keepers)) == 2
+    assert job.say().count("the store of this job is open") == 1  # said by node 0 alone
     assert {worker["KEEPSTEP_NODE_ID"] for worker in first} == {"a", "b"}
     os.kill(first[1]["pid"], signal.SIGKILL)
     second = job.round(2)
@@ -330,6 +335,30 @@ def test_two_agents_agree_on_one_incarnation_and_recover_from_a_killed_worker(jo
     assert first[0]["MASTER_PORT"] != second[0]["MASTER_PORT"]
     assert job.finish() == [0, 0]
     job.assert_nothing_is_left(keepers)
+
+
+def test_with_a_secret_file_nobody_ends_the_job_through_its_store(job: Job) -> None:
+    secret, port = job.base / "secret", free_port()
+    secret.write_text("a secret of this job, 32 bytes..")
+    secret.chmod(0o600)
+    job.start(*two_nodes(port, True), node="a", KEEPSTEP_SECRET_FILE=str(secret))
+    job.start(*two_nodes(port, False), node="b", KEEPSTEP_SECRET_FILE=str(secret))
+    workers = job.round(1)
+    client = TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+    stranger = PrefixStore("keepstep.torchrun-test", client)
+    ended = RoundState(round=1, closed=True, broken="ended by a stranger", revision=1 << 62)
+    forged = DocumentSigner("torchrun-test", b"").sign("board", msgspec.json.encode(ended).decode())
+    stranger.set("board", forged)
+    stranger.add("changes", 1)
+    wait_until(lambda: stranger.get("board").decode() != forged, 60, job.say)
+    wait_until(lambda: (now := job.status()) is not None and "were ignored" in str(now.problems), 60, job.say)
+    status = job.status()
+    assert status is not None
+    assert status.security == "secret file"
+    assert "it is not signed" in status.problems[-1]
+    assert all(exists(worker["pid"]) for worker in workers)
+    assert "the store of this job is open" not in job.say()
+    assert job.finish() == [0, 0]
 
 
 def test_a_frozen_store_host_does_not_block_the_other_agent(job: Job) -> None:
