@@ -83,7 +83,8 @@ class KeeperConfig(_Section):
     """The process that outlives the trainers. Settings of the first trainer that starts it hold."""
 
     lease_s: Days = 600.0
-    """How long the state is kept when neither a launcher nor a trainer of the run is left."""
+    """How long the state is kept when neither a launcher nor a trainer of the run is left; without a run id at most
+    60 s."""
     fence_s: Seconds = 10.0
     """How long a trainer of an older incarnation may take to die before its arena is abandoned to it."""
     orphan_s: Days = 300.0

@@ -13,11 +13,13 @@ from typing import Any
 PROGRAMS = Path(__file__).with_name("programs")
 
 
-def check(tmp_path: Path, program: str, *options: str, **environ: str) -> tuple[int, str, dict[str, Any]]:
-    """Exit code, what was printed, and the report."""
+def check(
+    tmp_path: Path, program: str, *options: str, launcher: tuple[str, ...] = (), **environ: str
+) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, what was printed, and the report. `launcher`: arguments between the interpreter and the program."""
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "keepstep.cli.main", "check", "--report", str(report), *options, "--"]
-    command += [sys.executable, str(PROGRAMS / program)]
+    command += [sys.executable, *launcher, str(PROGRAMS / program)]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")}
     with tempfile.TemporaryDirectory(prefix="ks-t-", dir="/tmp") as parent:
         environ["TMPDIR"] = parent

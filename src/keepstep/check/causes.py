@@ -141,9 +141,8 @@ def ended_early(steps: Sequence[int], last: int) -> Cause:
 
 
 def _failed(run: RunOutcome, text: str, name: str = "failed") -> Cause:
-    refusals = re.findall(r"^keepstep\.errors\.\w+: (.+)$", run.last_lines, re.MULTILINE)
-    if refusals:
-        return Cause("refused", f"keepstep refuses: {refusals[-1]}", "see the sentence")
+    if run.refusal:
+        return Cause("refused", f"keepstep refuses: {run.refusal}", "see the sentence")
     return Cause(name, f"{text}, with exit code {run.exit_code}", "see its last lines")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -39,6 +40,8 @@ END_S = 20.0  # until every process of a run must have ended
 MAX_STARTS = 4  # of a trainer without a new step: a crash loop
 ENDED, STOPPED, FAILED, STALLED, LOOPING = "ended", "stopped", "failed", "stalled", "looping"
 LAST_LINES = 12
+MAX_OUTPUT_BYTES = 1_000_000
+REFUSAL = re.compile(r"keepstep\.errors\.\w+: (.+)$", re.MULTILINE)  # also behind torchrun's "[rank0]: "
 _SET_SUBREAPER = 36
 
 
@@ -51,6 +54,7 @@ class RunOutcome:
     last_lines: str  # of what the last start printed
     duration_s: float
     exit_code: int | None = None
+    refusal: str = ""  # the last error of keepstep's that the last start printed
     kills: frozenset[int] = frozenset()  # numbers of the orders that were carried out
 
 
@@ -90,8 +94,10 @@ class CommandRun:
                 if not ending and fresh and is_enough(self._events):
                     ending = STOPPED
                 if ending:
-                    lines = self._last_lines()
-                    return RunOutcome(ending, self._events, lines, now - started, code, self._kills_done())
+                    output, duration_s = self._output_text(), now - started
+                    lines = "\n".join(output.splitlines()[-LAST_LINES:])
+                    refusal = (REFUSAL.findall(output) or [""])[-1]
+                    return RunOutcome(ending, self._events, lines, duration_s, code, refusal, self._kills_done())
                 if code is not None:
                     process = self._start()
                 reap(process.pid)
@@ -138,9 +144,14 @@ class CommandRun:
     def _output_bytes(self) -> int:
         return sum(self._output(kind).stat().st_size for kind in ("out", "err")) + 1000 * self._starts
 
-    def _last_lines(self) -> str:
-        texts = [self._output(kind).read_text("utf-8", "replace") for kind in ("out", "err")]
-        return "\n".join("".join(texts).splitlines()[-LAST_LINES:])
+    def _output_text(self) -> str:
+        """The end of what the last start printed."""
+        text = ""
+        for kind in ("out", "err"):
+            with self._output(kind).open("rb") as file:
+                file.seek(max(0, self._output(kind).stat().st_size - MAX_OUTPUT_BYTES))
+                text += file.read().decode("utf-8", "replace")
+        return text
 
     def _read(self) -> list[TrainerEvent]:
         """Read the lines that were written since the last call."""

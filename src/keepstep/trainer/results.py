@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from keepstep.control.messages import Committed, Complete, Protected, Void, Voided
+from keepstep.layout import SnapshotSize
 from keepstep.trainer.connection.keeper_link import KeeperLink
 from keepstep.types import Source, Survives, Version
 
@@ -82,6 +83,7 @@ class Restored:
     note: str = ""
     """Whether this step may be the last one of a finished run, how to begin anew and how to go on; else empty."""
     _set_rng: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    _size: SnapshotSize | None = field(default=None, repr=False, compare=False)
 
     def restore_rng(self) -> None:
         """Set all random states again, for loops that build an iterator after `restore()`."""

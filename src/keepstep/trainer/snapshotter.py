@@ -97,7 +97,7 @@ class Snapshotter:
         loading = RestoreRun(self.config, self._identity, self._place, self._items, self._link)
         restored = loading.run(rehearsal, self._planner.replication.prove, watch)
         # Before the first step: a state that cannot be planned, or needs too much memory, fails here.
-        forecast = self._planner.forecast()
+        forecast = self._planner.forecast(restored._size if restored else None)
         self._proof.check(forecast.cached)
         watch.lap("planning")
         lanes = self._capture.lanes

@@ -7,6 +7,7 @@ parameter group; the first real `take` corrects a wrong prediction.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,9 @@ from keepstep.trainer.connection.environment import Ranks
 from keepstep.trainer.plan.copy_plan import CopyPlan
 from keepstep.trainer.plan.replica_shares import ReplicaShares
 from keepstep.trainer.plan.replication import Replicas
-from keepstep.trainer.state.reader import local_part
+from keepstep.trainer.state.dtensors import local_tensor
+from keepstep.trainer.state.objects import MAX_NESTING, StateObject
+from keepstep.trainer.state.reader import INLINE_BYTES, INLINE_KINDS, local_part
 
 log = logging.getLogger("keepstep")
 
@@ -81,6 +84,33 @@ def missing_state(optimizers: list[torch.optim.Optimizer], replicas: Replicas) -
             if waiting:
                 missing += _predict(optimizer, group, waiting, replicas)
     return missing
+
+
+def held_by(items: Iterable[StateObject], found: Iterable[torch.Tensor]) -> tuple[list[MissingTensor], int]:
+    """Tensors in the attributes of objects that are not asked for their state yet, and the bytes of inline ones.
+
+    Without those that were found elsewhere. What lies deeper is found at the first `take`.
+    """
+    known = {_address(tensor) for tensor in found}
+    sizes: dict[int, tuple[int, bool]] = {}  # by storage: bytes of the largest tensor in it, and whether it is a value
+    left: list[tuple[Any, int, bool]] = [
+        (vars(item.thing), 0, item.kind in INLINE_KINDS) for item in items if hasattr(item.thing, "__dict__")
+    ]
+    while left:
+        value, depth, inline = left.pop()
+        if isinstance(value, torch.Tensor):
+            size = local_tensor(value).nbytes
+            if _address(value) not in known and size > sizes.get(_address(value), (0, False))[0]:
+                sizes[_address(value)] = size, inline and size <= INLINE_BYTES and value.device.type == "cpu"
+        elif depth < MAX_NESTING and isinstance(value, (dict, list, tuple)):
+            left += [(item, depth + 1, inline) for item in (value.values() if isinstance(value, dict) else value)]
+    large = [MissingTensor(size) for size, is_value in sizes.values() if not is_value]
+    return large, sum(size for size, is_value in sizes.values() if is_value)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = local_tensor(tensor)
+    return local.untyped_storage().data_ptr() if local.layout is torch.strided else id(local)
 
 
 def missing_grads(optimizers: list[torch.optim.Optimizer]) -> list[MissingTensor]:

@@ -84,8 +84,9 @@ class PlanCache:
 
     def prepare(self) -> CachedPlan:
         """Make a new plan, for the state as it is before the first step."""
-        reading = self._reader.read()
+        reading = self._reader.read(before_first_step=True)
         self.current = self._make(reading)
+        self._outdated = bool(reading.skipped)
         return CachedPlan(reading, self.current.plans.first, self.current, None)
 
     def lookup(self, step: int) -> CachedPlan:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from keepstep.config import Config
@@ -23,6 +24,7 @@ from keepstep.trainer.state.module_memory import reshard, sharded_parts
 from keepstep.trainer.state.objects import MODULE, StateObjects
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
 from keepstep.trainer.state.reader import StateReader
+from keepstep.trainer.state.side_effects import FirstQuestions
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,13 @@ class StatePlanner:
         shares = ReplicaShares(world, parity.replicated, parity.losses, parity.group_size) if world else None
         self.replication = ReplicaProver(objects, shares, config.replicated)
         self._sharded = [part for item in objects.of(MODULE) for part in sharded_parts(item.thing)]
-        reader = StateReader(objects, rng=config.rng, grads=config.grads)
+        reader = StateReader(objects, rng=config.rng, grads=config.grads, questions=FirstQuestions(objects))
         self.plans = PlanCache(
             reader, fence, self.replication, small_bytes=SMALL_BYTES, unstable=bool(self._sharded)
         )  # fmt: skip
 
-    def forecast(self) -> StateForecast:
-        """Estimate what snapshots will need, before the first step."""
+    def forecast(self, restored: SnapshotSize | None = None) -> StateForecast:
+        """Estimate what snapshots will need, before the first step; at least as much as the restored one."""
         self.reshard()
         cached = self.plans.prepare()
         self._fence.muted = True
@@ -60,7 +62,13 @@ class StatePlanner:
             missing += arena_size.missing_grads(self._objects.optimizers) if self._grads else []
         finally:
             self._fence.muted = False
-        size = arena_size.need_of(cached.plan, len(cached.reading.values), missing, self.replication.sharing)
+        values_bytes = len(cached.reading.values)
+        skipped = [item for item in self._objects.all if item.path in cached.reading.skipped]
+        held, inline_bytes = arena_size.held_by(skipped, cached.reading.tensors)
+        values_bytes = max(values_bytes + inline_bytes, restored.values_bytes if restored else 0)
+        size = arena_size.need_of(cached.plan, values_bytes, missing + held, self.replication.sharing)
+        if restored is not None:
+            size = msgspec.structs.replace(size, payload_bytes=max(size.payload_bytes, restored.payload_bytes))
         return StateForecast(size, _device_bytes(cached.plan, size), _codes(cached.plan), cached)
 
     def arena_for(self, plan: CopyPlan, values_bytes: int) -> SnapshotSize:

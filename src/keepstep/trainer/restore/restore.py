@@ -24,6 +24,7 @@ from keepstep.control.client import RESTORE_S
 from keepstep.control.messages import EXITED, FINISHED, RestoreFrom, WantRestore
 from keepstep.errors import CaptureError, IntegrityError
 from keepstep.identity import Identity
+from keepstep.layout import SnapshotSize
 from keepstep.parity.gpu import batches as parity
 from keepstep.trainer.connection.console import inform
 from keepstep.trainer.connection.environment import RankPlace
@@ -169,6 +170,7 @@ class RestoreRun:
             step=answer.version.step, source=Source(answer.source), survives=Survives.PROCESS,
             duration_s=watch.seconds, bytes=answer.size_bytes, plan=tuple(answer.plan),
             note=_note(answer, self.identity.run_id), _set_rng=random_states.set,
+            _size=SnapshotSize(0, saved.values_bytes, saved.layout.payload_bytes),
         )  # fmt: skip
 
     def _inform(self, restored: Restored) -> None:
@@ -204,8 +206,9 @@ class LayoutProof:
             )
 
     def _compare(self, cached: CachedPlan) -> list[str]:
+        reading = cached.reading
         compared = [item.path for item in self._items.all if item.kind in (MODULE, OPTIMIZER)]
-        trees = {path: cached.reading.decoded(path) for path in compared}
+        trees = {path: reading.decoded(path) for path in compared if path not in reading.skipped}
         layout = cached.plan.layout
         chunks: dict[str, Chunks] = {each.class_id: [] for each in layout.replica_sets}
         saved = SavedSnapshot({"items": trees}, layout, torch.empty(0, dtype=torch.uint8), chunks)
@@ -234,8 +237,9 @@ def _read_snapshot(
     payload = view.payload(answer.slot)
     chunks = sources.chunks(layout, answer.streams, arena=view.bytes, payload=payload)
     return SavedSnapshot(
-        tree, layout, payload, chunks, prints, UploadQueue(uploader, view.arena.segment, payload_span.offset)
-    )
+        tree, layout, payload, chunks, prints, UploadQueue(uploader, view.arena.segment, payload_span.offset),
+        values_bytes=values_span.size_bytes,
+    )  # fmt: skip
 
 
 def _note(answer: RestoreFrom, run_id: str) -> str:

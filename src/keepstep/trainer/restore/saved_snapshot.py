@@ -49,9 +49,12 @@ class SavedSnapshot:
         replica_chunks: Mapping[str, Chunks] | None = None,
         prints: bytes = b"",
         uploads: UploadQueue | None = None,
+        *,
+        values_bytes: int = 0,
     ) -> None:
         """`uploads` carries bytes to devices; without it they are copied straight from the arena."""
         self.tree, self.layout, self._payload = tree, layout, payload
+        self.values_bytes = values_bytes
         self._entries = layout.all_entries()
         # For each entry after the rank's own: the chunks of its replica set.
         by_class = replica_chunks or {}

@@ -45,8 +45,6 @@ from keepstep.values import TensorRef
 log = logging.getLogger("keepstep")
 
 _MISSING = object()
-# `Optimizer.__setstate__` adds it to the defaults of optimizers whose groups never have it.
-ADDED_BY_TORCH = {"differentiable"}
 HoldersOf = Callable[[torch.Tensor, str], Ranks | None]
 
 
@@ -243,9 +241,7 @@ class StateWriter:
                 f"and had {[len(group['params']) for group in groups]}"
             )
             return
-        options = {key for group in optimizer.param_groups for key in group}
-        needed = optimizer.defaults.keys() - (ADDED_BY_TORCH - options)
-        unknown = {key for group in groups for key in needed if key not in group}
+        unknown = {key for group in groups for key in optimizer.defaults if key not in group}
         if unknown:
             self._problems.append(
                 f"{path} is a {type(optimizer).__name__} now, and its {', '.join(sorted(unknown))} was not saved"

@@ -34,6 +34,7 @@ from keepstep.types import Stateful
 MODULE, OPTIMIZER, STATEFUL, PLAIN = "module", "optimizer", "stateful", "plain"
 LOADER, GENERATOR = "loader", "generator"
 MAX_NESTING = 8
+_HARMLESS = ("torch.", "keepstep.")  # Their methods only read.
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,15 @@ def has_own_state_dict(optimizer: Any, *, with_hooks: bool = False) -> bool:
     if with_hooks and (chain[1]._optimizer_state_dict_pre_hooks or chain[1]._optimizer_state_dict_post_hooks):
         return True
     return any(type(each).state_dict is not own or "state_dict" in vars(each) for each in chain)
+
+
+def is_foreign(item: StateObject) -> bool:
+    """Whether its state comes from a `state_dict()` that may do anything."""
+    if item.kind == OPTIMIZER:
+        return has_own_state_dict(item.thing, with_hooks=True)
+    if item.kind == STATEFUL:
+        return not str(getattr(item.thing.state_dict, "__module__", "")).startswith(_HARMLESS)
+    return item.kind == LOADER
 
 
 def is_torch_form(tree: Any) -> bool:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +22,7 @@ from keepstep import values as codec
 from keepstep.errors import CaptureError, IntegrityError
 from keepstep.trainer.state import structure
 from keepstep.trainer.state.dtensors import local_tensor
-from keepstep.trainer.state.module_memory import is_plain, read_extras, read_memory
+from keepstep.trainer.state.module_memory import is_odd, is_plain, read_extras, read_memory
 from keepstep.trainer.state.objects import (
     GENERATOR,
     LOADER,
@@ -32,6 +32,7 @@ from keepstep.trainer.state.objects import (
     STATEFUL,
     StateObject,
     StateObjects,
+    is_foreign,
     is_untouched,
     unwrap_optimizer,
 )
@@ -47,6 +48,7 @@ from keepstep.values import TensorRef, TorchDevice, TorchDtype, TorchSize
 
 # Tensors up to this size in schedulers, loaders and the like are values: their shape may change at every step.
 INLINE_BYTES = 65536
+INLINE_KINDS = (STATEFUL, LOADER)
 WHOLE, STATE, GROUPS = "", "state", "param_groups"
 GRADS = "grads"
 _CONSTANTS = frozenset({type(None), bool, int, float, str, bytes, TensorRef})
@@ -108,6 +110,7 @@ class StateReading:
     rng: GlobalState | None
     encoder: GlobalEncoder
     grads: tuple[int, Parts] | None = None  # not among the parts: an item of the user's may have that name
+    skipped: frozenset[str] = frozenset()  # objects whose own methods were not called
 
     @cached_property
     def values(self) -> bytes:
@@ -143,6 +146,12 @@ class StateReading:
         return paths
 
 
+class StateQuestions(Protocol):
+    """Calls `state_dict()` of an object."""
+
+    def ask(self, item: StateObject) -> Any: ...
+
+
 @dataclass
 class StateReader:
     """Reads the same objects again and again, and remembers what did not change."""
@@ -150,13 +159,25 @@ class StateReader:
     items: StateObjects
     rng: bool
     grads: bool
+    questions: StateQuestions | None = None  # None: each object is asked once
     _known: dict[str, structure.StateStructure] = field(default_factory=dict)
     _encoder: GlobalEncoder = field(default_factory=GlobalEncoder)
 
-    def read(self, subset: int | None = None) -> StateReading:
-        """With a subset, only that one is checked of objects that were read before (`plan_cache`)."""
+    def read(self, subset: int | None = None, *, before_first_step: bool = False) -> StateReading:
+        """With a subset, only that one is checked of objects that were read before (`plan_cache`).
+
+        Before the first step no method of a foreign object is called (`side_effects`): what it would give is left out.
+        """
         tensors = TensorRuns()
-        parts = {item.path: (len(tensors), self._read(item, tensors, subset)) for item in self.items.all}
+        skipped = frozenset(item.path for item in self.items.all if before_first_step and asks_foreign_code(item))
+        parts: dict[str, tuple[int, Parts]] = {}
+        for item in self.items.all:
+            first = len(tensors)
+            if item.path not in skipped:
+                parts[item.path] = (first, self._read(item, tensors, subset))
+            elif item.kind == MODULE:
+                memory = read_memory(item.thing)
+                parts[item.path] = (first, {WHOLE: _encode(_walk(memory, tensors, first), item.path)})
         tree: dict[str, Any] = {}
         grads: tuple[int, Parts] | None = None
         if self.grads:
@@ -168,7 +189,7 @@ class StateReader:
                 for item in self.items.of(LOADER)
             }
         rng = GlobalState.now() if self.rng else None
-        return StateReading(tree, tensors, parts, list(self._known.values()), rng, self._encoder, grads)
+        return StateReading(tree, tensors, parts, list(self._known.values()), rng, self._encoder, grads, skipped)
 
     def _read(self, item: StateObject, tensors: TensorRuns, subset: int | None) -> Parts:
         try:
@@ -203,7 +224,7 @@ class StateReader:
         if item.kind == MODULE:
             return self._module_anew(item, tensors, first)
         try:
-            state = item.thing.state_dict()
+            state = self.questions.ask(item) if self.questions is not None else item.thing.state_dict()
         except Exception as error:
             raise CaptureError(f"{item.path}.state_dict() failed: {error!r}") from error
         if item.kind == OPTIMIZER and type(state) is dict and state.keys() == {STATE, GROUPS}:
@@ -213,7 +234,7 @@ class StateReader:
                 self._known[item.path] = found
             groups = _encode(_walk(state[GROUPS], tensors, first), f"{item.path}.{GROUPS}")
             return {STATE: encoded, GROUPS: groups}
-        return {WHOLE: _encode(_walk(state, tensors, first, inline=item.kind in (STATEFUL, LOADER)), item.path)}
+        return {WHOLE: _encode(_walk(state, tensors, first, inline=item.kind in INLINE_KINDS), item.path)}
 
     def _module_anew(self, item: StateObject, tensors: TensorRuns, first: int) -> Parts:
         memory = read_memory(item.thing)
@@ -319,6 +340,13 @@ def _references(path: str, value: Any) -> Iterator[tuple[str, int]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from _references(f"{path}.{index}", item)
+
+
+def asks_foreign_code(item: StateObject) -> bool:
+    """Whether reading it calls methods of the user's: its own `state_dict()`, or those of a module's parts."""
+    if item.kind == MODULE:
+        return any(map(is_odd, item.thing.modules()))
+    return is_foreign(item)
 
 
 def local_part(tensor: torch.Tensor, path: str) -> torch.Tensor:

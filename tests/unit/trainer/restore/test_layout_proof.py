@@ -146,15 +146,6 @@ def test_a_group_without_an_option_of_its_optimizer_is_refused() -> None:
         check({"optimizer": optimizer})
 
 
-def test_an_option_that_torch_adds_to_the_defaults_alone_is_not_missed() -> None:
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    del optimizer.param_groups[0]["differentiable"]  # optimizers outside torch never had it
-    optimizer.__setstate__(optimizer.__getstate__())
-    del optimizer.param_groups[0]["differentiable"]
-    assert "differentiable" in optimizer.defaults
-    check({"optimizer": optimizer})
-
-
 def test_state_that_a_new_process_would_shard_otherwise_is_refused(sharded: torch.Tensor) -> None:
     """Here it fits what is there; an optimizer without state would make it like its parameter."""
     optimizer = stepped(Rows([nn.Parameter(sharded)]))
@@ -176,17 +167,11 @@ def test_two_objects_with_one_path_are_refused() -> None:
         StateObjects({"a.b": nn.Linear(2, 2), "a": {"b": nn.Linear(2, 2)}})
 
 
-@pytest.fixture
-def local(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRun]:
-    with LocalRun() as run:
-        for name, value in run.environ.items():
-            monkeypatch.setenv(name, value)
-        yield run
-
-
 def test_it_is_refused_before_the_first_step(local: LocalRun) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    del optimizer.param_groups[0]["nesterov"]
     with (
-        Snapshotter({"model": ShownWeight(2, 2)}) as snapshots,
+        Snapshotter({"optimizer": optimizer}) as snapshots,
         pytest.raises(CaptureError, match="could not be restored"),
     ):
         snapshots.restore()

@@ -15,14 +15,6 @@ from keepstep import RecoveryError, Snapshotter, Survives
 from keepstep.testing.run import LocalRun
 
 
-@pytest.fixture
-def local(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRun]:
-    with LocalRun() as run:
-        for name, value in run.environ.items():
-            monkeypatch.setenv(name, value)
-        yield run
-
-
 def save(state: dict[str, Any]) -> None:
     with Snapshotter(state) as snapshots:
         snapshots.restore()
