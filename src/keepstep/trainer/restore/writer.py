@@ -45,6 +45,8 @@ from keepstep.values import TensorRef
 log = logging.getLogger("keepstep")
 
 _MISSING = object()
+# `Optimizer.__setstate__` adds it to the defaults of optimizers whose groups never have it.
+ADDED_BY_TORCH = {"differentiable"}
 HoldersOf = Callable[[torch.Tensor, str], Ranks | None]
 
 
@@ -241,7 +243,9 @@ class StateWriter:
                 f"and had {[len(group['params']) for group in groups]}"
             )
             return
-        unknown = {key for group in groups for key in optimizer.defaults if key not in group}
+        options = {key for group in optimizer.param_groups for key in group}
+        needed = optimizer.defaults.keys() - (ADDED_BY_TORCH - options)
+        unknown = {key for group in groups for key in needed if key not in group}
         if unknown:
             self._problems.append(
                 f"{path} is a {type(optimizer).__name__} now, and its {', '.join(sorted(unknown))} was not saved"

@@ -146,6 +146,15 @@ def test_a_group_without_an_option_of_its_optimizer_is_refused() -> None:
         check({"optimizer": optimizer})
 
 
+def test_an_option_that_torch_adds_to_the_defaults_alone_is_not_missed() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    del optimizer.param_groups[0]["differentiable"]  # optimizers outside torch never had it
+    optimizer.__setstate__(optimizer.__getstate__())
+    del optimizer.param_groups[0]["differentiable"]
+    assert "differentiable" in optimizer.defaults
+    check({"optimizer": optimizer})
+
+
 def test_state_that_a_new_process_would_shard_otherwise_is_refused(sharded: torch.Tensor) -> None:
     """Here it fits what is there; an optimizer without state would make it like its parameter."""
     optimizer = stepped(Rows([nn.Parameter(sharded)]))
