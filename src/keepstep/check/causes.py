@@ -189,6 +189,11 @@ def _cause_of_step(difference: Difference, num_ranks: int) -> Cause:
             "data fetched ahead", f"at take() the batch of the next step is held by {names}, which is not in the state",
             OWN_DATA,
         )  # fmt: skip
+    if evidence.batch_of >= 0:
+        return Cause(
+            "position", f"the batch of step {evidence.batch_of} comes where that of step {difference.step} is due: the "
+            "place in the data is lost", OWN_DATA,
+        )  # fmt: skip
     generators = tuple(value for value in evidence.around_start if _kind(value) == GENERATOR)
     if generators:
         return _outside(generators)
@@ -240,16 +245,19 @@ def _changed_after_take(changed: tuple[ChangedValue, ...]) -> Cause:
 
 def _random(evidence: Evidence) -> Cause:
     if evidence.evaluates and evidence.draws_first:
-        where = "an evaluation between take() and the next step draws random numbers, which a restored process does not"
+        where = "an evaluation between take() and the next step draws random numbers, and a restored process does not"
         return Cause("random", where, "evaluate before take(), or restore the random state after the evaluation")
     if evidence.draws_first:
-        where = "random numbers are drawn between take() and the next step (an iterator of a DataLoader, get_batch)"
+        where = (
+            "random numbers are drawn between take() and the next step (an iterator of a DataLoader, get_batch), and a "
+            "restored process draws others"
+        )
     elif evidence.drawn_before_take:
         where = "random numbers are drawn between optimizer.step() and take(): data is fetched ahead"
     else:
         where = "a restored process draws random numbers that the undisturbed run does not: it makes an iterator again"
     remedy = f"let nothing draw between restore() and the first step; {OWN_DATA}"
-    return Cause("random", f"{where}; a restored process draws others", remedy)
+    return Cause("random", where, remedy)
 
 
 def _other_data(evidence: Evidence) -> Cause:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from keepstep.check.evidence import ChangedValue, Evidence, compare_values, gather_evidence
-from keepstep.check.printed_numbers import changed_numbers
+from keepstep.check.printed_numbers import changed_numbers, unknown_numbers
 from keepstep.check.trajectory import RankRun, TakeRecord, TrainerLife
 from keepstep.control.check_events import VARIABLE, WORKERS
 
@@ -81,6 +81,7 @@ class RunComparison:
             for _, _, reference, take in self._pairs(run):
                 noise |= {value.path for value in compare_values(reference.around, take.around, set())}
                 noise |= {value.path for value in compare_values(reference.trace.around, take.trace.around, set())}
+            noise |= {f"{PRINTED} {value.path}" for each in self._of_numbers(run) for value in each.changed}
         return noise
 
     def _first(self, differences: Sequence[Iterator[Difference]]) -> Difference | None:
@@ -121,8 +122,14 @@ class RunComparison:
             if changed:
                 before = steps.index(expected)
                 earlier = states[steps[before - 1]] if before else None
-                ignored, constant = self._noise | unused, self._constant(run.rank)
-                evidence = gather_evidence(earlier, states[expected], take, ignored, constant)
+                evidence = gather_evidence(
+                    earlier,
+                    states[expected],
+                    take,
+                    ignored=self._noise | unused,
+                    constant=self._constant(run.rank),
+                    batches={reference.trace.inputs: step for step, reference in reversed(states.items())},
+                )
                 yield differs(AT_TAKE, run, index, expected, changed=changed, evidence=evidence)
 
     # Beside the state
@@ -135,9 +142,18 @@ class RunComparison:
                 yield differs(BESIDE, run, index, take.step, changed=changed)
 
     def _of_numbers(self, run: RankRun) -> Iterator[Difference]:
+        takes = self._reference[run.rank].takes if run.rank in self._reference else []
         for index, life, reference, take in self._pairs(run):
-            is_first = index > 0 and take is life.takes[0]
-            changed = changed_numbers(reference.printed, take.printed, is_first=is_first)
+            if take.prints_alone:
+                is_first = index > 0 and take is life.takes[0]
+                changed = changed_numbers(reference.printed, take.printed, is_first=is_first)
+            else:
+                place = takes.index(reference)
+                # What came before the first `take` is not known; nor is what follows the last.
+                near = [other.printed or () for other in takes[max(0, place - 1) : place + 2]]
+                is_known = 0 < place < len(takes) - 1
+                changed = unknown_numbers(near, take.printed) if is_known else ()
+            changed = tuple(value for value in changed if f"{PRINTED} {value.path}" not in self._noise)
             if changed:
                 yield differs(PRINTED, run, index, take.step, changed=changed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from keepstep.check.trajectory import TakeRecord
@@ -26,6 +26,7 @@ class Evidence:
     start: tuple[ChangedValue, ...] = ()  # the state at the first forward pass
     moved: tuple[ChangedValue, ...] = ()  # of these, what the undisturbed run changes between `take` and that moment
     inputs_differ: bool = False  # what the modules were called with
+    batch_of: int = -1  # the step of the undisturbed run that has the inputs of the other run
     around_start: tuple[ChangedValue, ...] = ()  # what is not in the state, at that moment
     around: tuple[ChangedValue, ...] = ()  # and at `take`
     held: tuple[str, ...] = ()  # what held those inputs in the undisturbed run, at the `take` before
@@ -41,19 +42,23 @@ def gather_evidence(
     earlier: TakeRecord | None,
     expected: TakeRecord,
     found: TakeRecord,
-    ignored: Collection[str],
-    constant: Collection[str],
+    *,
+    ignored: Collection[str] = (),
+    constant: Collection[str] = (),
+    batches: Mapping[tuple[str, ...], int] = {},
 ) -> Evidence:
     """`earlier`: the take before, in the undisturbed run. `ignored`: paths that differ by themselves. `constant`:
-    surroundings that no step changes."""
+    surroundings that no step changes. `batches`: steps of the undisturbed run by their inputs."""
     start, other = expected.trace, found.trace
+    differ = bool(start.inputs) and bool(other.inputs) and start.inputs != other.inputs
     changed = compare_values(start.state, other.state, ignored, only=start.state.keys() & other.state.keys())
     before = earlier.state if earlier is not None else start.state
     return Evidence(
         start_seen=bool(start.state) and bool(other.state),
         start=changed,
         moved=tuple(value for value in changed if before.get(value.path) != value.expected),
-        inputs_differ=bool(start.inputs) and bool(other.inputs) and start.inputs != other.inputs,
+        inputs_differ=differ,
+        batch_of=batches.get(other.inputs, -1) if differ else -1,
         around_start=_changed_around(start.around, other.around, {*ignored, *constant}),
         around=_changed_around(expected.around, found.around, {*ignored, *constant}),
         held=_holders(earlier, start.inputs),

@@ -21,7 +21,8 @@ class TakeRecord:
     around: dict[str, str]
     error: str = ""  # why the state could not be read
     trace: StepTrace = field(default_factory=StepTrace)
-    printed: tuple[str, ...] | None = None  # lines since the take before it, or since the restore
+    printed: tuple[str, ...] | None = None  # lines since the take before it, or since the restore; by rank 0 alone
+    prints_alone: bool = True  # no other rank writes into the same file
 
 
 @dataclass
@@ -67,10 +68,11 @@ def rank_runs(events: Iterable[TrainerEvent]) -> list[RankRun]:
             case "refused":
                 life.asked, life.refused = True, event.text
             case "take":
-                printed = _printed(offsets.get(event.rank), event) if event.world_size == 1 else None
+                printed = _printed(offsets.get(event.rank), event) if event.rank == 0 else None
+                alone = event.world_size == 1
                 offsets[event.rank] = (event.output, event.output_bytes)
                 life.takes.append(
-                    TakeRecord(event.step, event.at, event.state, event.around, event.text, event.trace, printed)
+                    TakeRecord(event.step, event.at, event.state, event.around, event.text, event.trace, printed, alone)
                 )
             case "kept":
                 life.kept.add(event.step)

@@ -37,6 +37,7 @@ def outside(kind: str) -> tuple[ChangedValue, ...]:
         ({"start": (WEIGHT,), "moved": (WEIGHT,)}, "changed after take"),
         ({"start": (WEIGHT,)}, "changed after restore"),
         ({"inputs_differ": True}, "position"),
+        ({"inputs_differ": True, "batch_of": 0, "start": (RANDOM,)}, "position"),
         ({"inputs_differ": True, "workers": True}, "workers"),
         ({"inputs_differ": True, "around_start": outside("generator")}, "generator outside"),
         ({"around_start": outside("buffer")}, "buffer outside"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.check.printed_numbers import changed_numbers
+from keepstep.check.printed_numbers import changed_numbers, unknown_numbers
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,11 @@ def test_first_step_of_a_life_does_not_print_what_followed_the_take_before() -> 
 
 def test_unknown_output_is_not_compared() -> None:
     assert not changed_numbers(None, ("loss 1.5",), is_first=False)
+
+
+def test_lines_of_several_ranks_may_be_in_any_order() -> None:
+    near = [("rank 0 loss 1.5",), ("rank 1 loss 1.6", "rank 0 loss 1.4"), ("rank 1 loss 1.3",)]
+    assert not unknown_numbers(near, ("rank 0 loss 1.4", "rank 1 loss 1.3"))
+    changed = unknown_numbers(near, ("rank 0 loss 1.4", "rank 1 loss 9.9"))
+    assert [value.found for value in changed] == ["9.9"]
+    assert not unknown_numbers([None], ("rank 0 loss 1.4",))
