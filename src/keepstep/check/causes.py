@@ -86,6 +86,13 @@ def undisturbed_cause(difference: Difference) -> Cause:
     """The cause of a difference between two undisturbed runs."""
     evidence = difference.evidence
     begun = _without_random(evidence.start)
+    gone = [value.path for value in difference.changed if not value.found]
+    new = [value.path for value in difference.changed if not value.expected]
+    if gone and new and len(gone) + len(new) == len(difference.changed):
+        return Cause(
+            "keys", f"{gone[0]} has another name in each process: the keys of the state are id() or the like",
+            "use names or indices as keys",
+        )  # fmt: skip
     if difference.life == 0 and evidence.start_seen and not evidence.start and not evidence.inputs_differ:
         return Cause(
             "kernels",

@@ -67,6 +67,12 @@ def test_kernels_are_told_apart_from_what_is_not_seeded() -> None:
     assert undisturbed_cause(unseeded).name == "not deterministic"
 
 
+def test_keys_that_differ_in_each_process_are_told_apart() -> None:
+    changed = (ChangedValue("optimizer.140", "#a", ""), ChangedValue("optimizer.150", "", "#a"))
+    difference = replace(step_difference(), life=0, restored=None, changed=changed)
+    assert undisturbed_cause(difference).name == "keys"
+
+
 def outcome(ending: str, refusal: str = "") -> RunOutcome:
     return RunOutcome(ending, [], "", 1.0, 1, refusal)
 
