@@ -21,6 +21,7 @@ from keepstep.errors import CaptureError, ConfigError, Error, IntegrityError, Ke
 from keepstep.types import Source, Stateful, Status, Survives
 
 if TYPE_CHECKING:
+    from keepstep.trainer.data.loader import Loader
     from keepstep.trainer.results import PendingSnapshot, Restored
     from keepstep.trainer.snapshotter import Snapshotter
 
@@ -31,6 +32,7 @@ __all__ = [
     "Error",
     "IntegrityError",
     "KeeperError",
+    "Loader",
     "PendingSnapshot",
     "RecoveryError",
     "Restored",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Loader": "keepstep.trainer.data.loader",
     "PendingSnapshot": "keepstep.trainer.results",
     "Restored": "keepstep.trainer.results",
     "Snapshotter": "keepstep.trainer.snapshotter",

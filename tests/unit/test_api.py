@@ -19,6 +19,7 @@ PUBLIC = [
     "Error",
     "IntegrityError",
     "KeeperError",
+    "Loader",
     "PendingSnapshot",
     "RecoveryError",
     "Restored",
@@ -29,7 +30,7 @@ PUBLIC = [
     "Survives",
     "__version__",
 ]
-NEEDS_TORCH = {"PendingSnapshot", "Restored", "Snapshotter"}
+NEEDS_TORCH = {"Loader", "PendingSnapshot", "Restored", "Snapshotter"}
 
 
 def run(code: str) -> str:

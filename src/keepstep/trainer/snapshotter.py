@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,11 +27,11 @@ from keepstep.trainer.connection.environment import (
     warn_about_shared_store,
 )
 from keepstep.trainer.connection.keeper_link import KeeperLink, RankState
+from keepstep.trainer.data.batch_loop import BatchLoop, training_state
 from keepstep.trainer.memory.rank_arena import RankArena
 from keepstep.trainer.plan.state_planner import StatePlanner
 from keepstep.trainer.restore.restore import LayoutProof, RestoreRun, Stopwatch, short_switch_interval
 from keepstep.trainer.results import PendingSnapshot, Restored, SnapshotReporter
-from keepstep.trainer.state.objects import MODULE, OPTIMIZER, STATEFUL, StateObjects, unwrap_optimizer
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
 from keepstep.types import Status, Version
 
@@ -43,9 +43,10 @@ _open_here: set[str] = set()
 class Snapshotter:
     """Keeps the state of this trainer. Use as a context manager; one per process and run."""
 
-    def __init__(self, state: Mapping[str, Any], config: Config | None = None) -> None:
+    def __init__(self, state: Mapping[str, Any], config: Config | None = None, *, loader: Any = None) -> None:
+        """`loader`: what `batches` reads, a Loader or what one is made of. It becomes part of the state."""
         self.config = find_settings(config)
-        self._items = StateObjects(state)
+        self._items, self._loader = training_state(state, loader)
         self._place = find_place()
         self._identity = find_identity(self.config, self._place)
         warn_about_shared_store()
@@ -58,14 +59,16 @@ class Snapshotter:
         self._link.connect(self._reporter)
         _open_here.add(key)
         self._key = key
-        optimizers = [(item.path, unwrap_optimizer(item.thing)) for item in self._items.of(OPTIMIZER)]
-        self._fence = OptimizerFence(optimizers, [item.thing for item in self._items.of(MODULE)])
+        self._fence = OptimizerFence(self._items.named_optimizers, self._items.modules)
         self._planner = StatePlanner(self._items, self._fence, World.of(self._place), self.config)
         self._proof = LayoutProof(self._items)
         self._capture = Capture(self._place, self.config.take, self._fence, self._planner.plans, self._reporter)
         self._memory = RankArena(self._link, self._rank, self.config.arena)
         self._grants, self._takes = GrantReader(self._link, self._memory), TakeStatistics()
         self._recorder = StateRecorder.from_environment(self._items, self._place.rank, self._place.world_size)
+        self._batch_loop: BatchLoop | None = None
+        self._is_restored = False  # `restore` has returned.
+        self._next_step = 0  # as `restore` left it
         self._closed = False
         self._link.close_with_program(self)
 
@@ -90,6 +93,7 @@ class Snapshotter:
             raise
         if self._recorder is not None:
             self._recorder.restored(restored.step if restored else None)
+        self._is_restored, self._next_step = True, restored.step + 1 if restored else 0
         return restored
 
     def _restore(self, rehearsal: Callable[[], object] | None) -> Restored | None:
@@ -111,6 +115,30 @@ class Snapshotter:
         return restored
 
     # Taking
+
+    def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[tuple[int, Any]]:
+        """Yield `(epoch, batch)` until so many epochs or steps are done; from where a restore has left off.
+
+            for epoch, batch in snapshots.batches(epochs=3):
+                train_one_step(batch)
+
+        Restores first, unless `restore` was called. A step is taken when the batch after it is asked for: whatever is
+        done with a batch, evaluation and logging too, belongs to its step. Steps are counted from 0, where an optimizer
+        steps. After a `break` another call goes on with the next batch.
+        """
+        self._check_open()
+        if not self._is_restored:
+            self.restore()
+        if self._batch_loop is None:
+            self._batch_loop = BatchLoop(self._loader, self._fence, self._next_step)
+        while True:
+            step = self._batch_loop.ended_step()
+            if step is not None:
+                self.take(step)
+            following = self._batch_loop.next_batch(epochs, steps)
+            if following is None:
+                return
+            yield following
 
     def take(self, step: int) -> PendingSnapshot:
         """Capture the state as it is now, under the name `step`. Call it after `optimizer.step()`.
@@ -231,7 +259,7 @@ class Snapshotter:
         """Between accumulation steps gradients are part of the state, and they are not in the snapshot."""
         if self.config.grads or not self._fence.watched or stepped:
             return False
-        scaled = any(type(item.thing).__name__ == "GradScaler" for item in self._items.of(STATEFUL))
+        scaled = self._items.has_grad_scaler
         if not scaled:
             self._reporter.warn_once(
                 "take() was called although no optimizer was seen to step since the last one: gradients are not "

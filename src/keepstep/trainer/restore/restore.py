@@ -29,6 +29,7 @@ from keepstep.parity.gpu import batches as parity
 from keepstep.trainer.connection.console import inform
 from keepstep.trainer.connection.environment import RankPlace
 from keepstep.trainer.connection.keeper_link import KeeperLink
+from keepstep.trainer.data.loader import Loader
 from keepstep.trainer.integrity.fingerprints import unframe
 from keepstep.trainer.memory.arena_view import ArenaView
 from keepstep.trainer.memory.rank_arena import open_view
@@ -42,7 +43,7 @@ from keepstep.trainer.restore.saved_snapshot import RandomStates, SavedSnapshot
 from keepstep.trainer.restore.writer import StateWriter
 from keepstep.trainer.results import Restored
 from keepstep.trainer.state import reader as states
-from keepstep.trainer.state.objects import MODULE, OPTIMIZER, StateObjects
+from keepstep.trainer.state.objects import LOADER, MODULE, OPTIMIZER, StateObjects
 from keepstep.types import Source, Survives
 
 log = logging.getLogger("keepstep")
@@ -120,8 +121,7 @@ class RestoreRun:
 
     def _warm_up(self) -> None:
         """Load kernels, which takes a second or two, while the keeper verifies the bytes."""
-        modules = [item.thing for item in self.items.of(MODULE)]
-        devices = {parameter.device for module in modules for parameter in module.parameters()}
+        devices = {parameter.device for module in self.items.modules for parameter in module.parameters()}
         for device in devices:
             if device.type == "cuda":
                 threading.Thread(target=parity.warm_up, args=(device, 1, 1), name="keepstep-warm", daemon=True).start()
@@ -140,8 +140,7 @@ class RestoreRun:
             optimizer.zero_grad(set_to_none=True)
 
     def _warn_about_ddp(self) -> None:
-        modules = [item.thing for item in self.items.of(MODULE)]
-        parallel = any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in modules)
+        parallel = any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in self.items.modules)
         if parallel and self.place.world_size >= 3 and self.place.rank == 0:
             log.warning(
                 "the first step of a new DDP sums in another order with three or more ranks: pass "
@@ -163,6 +162,9 @@ class RestoreRun:
         watch.lap("reading back")
         random_states = RandomStates(saved.tree, self.items)
         random_states.set()
+        for item in self.items.of(LOADER):
+            if isinstance(item.thing, Loader):
+                item.thing.set_rng_at_resume(random_states.set)
         log.debug("restored %s from %s: %s (%s)", answer.version, answer.source, "; ".join(answer.plan), watch)
         if checked:
             log.debug("%d fingerprints on the devices equal those of the captured state", checked)

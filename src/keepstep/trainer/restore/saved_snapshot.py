@@ -16,7 +16,8 @@ from keepstep.trainer.plan.tensor_blocks import flat_bytes, is_dense
 from keepstep.trainer.restore.device_upload import UploadQueue
 from keepstep.trainer.restore.replica_chunks import Chunks
 from keepstep.trainer.state import objects as s
-from keepstep.trainer.state.rng import dtype_named, from_inline, loader_generators, set_generator, set_rng_state
+from keepstep.trainer.state.loaders import loader_generators
+from keepstep.trainer.state.rng import dtype_named, from_inline, set_generator, set_rng_state
 from keepstep.values import InlineTensor, TensorRef, TorchDevice, TorchDtype, TorchSize
 
 

@@ -26,6 +26,7 @@ from keepstep.trainer.plan.tensor_blocks import region_of
 from keepstep.trainer.restore.saved_snapshot import SavedSnapshot
 from keepstep.trainer.state import objects as s
 from keepstep.trainer.state.dtensors import is_dtensor, local_tensor
+from keepstep.trainer.state.loaders import is_untouched, loader_generators, prime, set_sampler_epochs
 from keepstep.trainer.state.module_memory import (
     expected_extras,
     is_odd,
@@ -35,11 +36,7 @@ from keepstep.trainer.state.module_memory import (
     untaken_extras,
     write_extras,
 )
-from keepstep.trainer.state.rng import (
-    dtype_named,
-    generator_state,
-    loader_generators,
-)
+from keepstep.trainer.state.rng import dtype_named, generator_state
 from keepstep.values import TensorRef
 
 log = logging.getLogger("keepstep")
@@ -154,14 +151,16 @@ class StateWriter:
             ) from error
 
     def _loader(self, item: s.StateObject, tree: Any) -> None:
+        epochs = self._saved.tree.get("samplers", {}).get(item.path, [])
+
         def load_and_prime() -> None:
+            set_sampler_epochs(item.thing, epochs)
             if tree is None:  # it was not iterated yet: neither primed, nor left as somebody has begun it since
-                if not s.is_untouched(item.thing):
+                if not is_untouched(item.thing):
                     self._give(item, {})
                 return
             self._load(item, tree)
-            # Builds the iterator now, which draws from the RNG; the next `for` uses this one.
-            item.thing.state_dict()
+            prime(item.thing)
 
         if not loader_generators(item.thing):
             log.debug("%s draws from the global RNG; it is primed before the RNG is restored", item.path)

@@ -68,7 +68,19 @@ class StateObjects:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [unwrap_optimizer(item.thing) for item in self.of(OPTIMIZER)]
+        return [optimizer for _, optimizer in self.named_optimizers]
+
+    @property
+    def named_optimizers(self) -> list[tuple[str, torch.optim.Optimizer]]:
+        return [(item.path, unwrap_optimizer(item.thing)) for item in self.of(OPTIMIZER)]
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        return [item.thing for item in self.of(MODULE)]
+
+    @property
+    def has_grad_scaler(self) -> bool:
+        return any(type(item.thing).__name__ == "GradScaler" for item in self.of(STATEFUL))
 
 
 def _expand(path: str, thing: Any) -> Iterator[StateObject]:
@@ -86,6 +98,11 @@ def _expand(path: str, thing: Any) -> Iterator[StateObject]:
         for key, child in children:
             yield from _expand(f"{path}.{key}", child)
         return
+    if isinstance(thing, torch.utils.data.DataLoader) and kind == PLAIN:
+        raise CaptureError(
+            f"{path} is a {type(thing).__name__}, which does not tell its position",
+            hint="keepstep.Loader(loader), or torchdata's StatefulDataLoader",
+        )
     if kind == PLAIN and not isinstance(thing, (dict, list, torch.Tensor)):
         raise CaptureError(
             f"{path} is a {type(thing).__name__}, which cannot be restored in place",
@@ -109,12 +126,6 @@ def _kind(thing: Any) -> str:
 def _iterates(thing: Any) -> bool:
     """Whether it has the shape of a data loader: restoring it may build its iterator, which draws from the RNG."""
     return hasattr(type(thing), "__iter__") and hasattr(thing, "dataset")
-
-
-def is_untouched(loader: Any) -> bool:
-    """Whether a StatefulDataLoader was never iterated nor loaded. Its `state_dict()` would build its iterator, which
-    draws from the RNG and starts workers: the run would differ from one without keepstep."""
-    return getattr(loader, "_iterator", loader) is None and getattr(loader, "next_iter_state", loader) is None
 
 
 def _holds_stateful(thing: Any, depth: int) -> bool:

@@ -148,6 +148,11 @@ class OptimizerFence:
             outside = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
             self._handles.append(register_optimizer_step_pre_hook(outside))
 
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has stepped since the last `take`, or there is none that could be seen to."""
+        return self._stepped or not self.watched
+
     def take_stepped(self) -> bool:
         """Whether any optimizer has stepped since the last call, which each `take` makes, captured or not."""
         stepped, self._stepped = self._stepped, False

@@ -5,7 +5,8 @@ state of an object is kept in parts, each encoded on its own, with references co
 So a part of references only is encoded once: modules and the state of optimizers are recognised as unchanged by the
 places that hold their tensors (`structure`), at a tenth of the cost of `state_dict()` and encoding.
 
-    values = encode({"items": {path: [first tensor, {part: encoded tree}]}, "rng": …, "loaders": …, "grads": …})
+    values = encode({"items": {path: [first tensor, {part: encoded tree}]}, "rng": …, "loaders": …,
+                     "samplers": {path: epochs}, "grads": …})
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from keepstep import values as codec
 from keepstep.errors import CaptureError, IntegrityError
 from keepstep.trainer.state import structure
 from keepstep.trainer.state.dtensors import local_tensor
+from keepstep.trainer.state.loaders import is_untouched, loader_generators, sampler_epochs
 from keepstep.trainer.state.module_memory import is_odd, is_plain, read_extras, read_memory
 from keepstep.trainer.state.objects import (
     GENERATOR,
@@ -33,7 +35,6 @@ from keepstep.trainer.state.objects import (
     StateObject,
     StateObjects,
     is_foreign,
-    is_untouched,
     unwrap_optimizer,
 )
 from keepstep.trainer.state.rng import (
@@ -42,7 +43,6 @@ from keepstep.trainer.state.rng import (
     decode_globals,
     generator_state,
     inline_tensor,
-    loader_generators,
 )
 from keepstep.values import TensorRef, TorchDevice, TorchDtype, TorchSize
 
@@ -178,7 +178,7 @@ class StateReader:
             elif item.kind == MODULE:
                 memory = read_memory(item.thing)
                 parts[item.path] = (first, {WHOLE: _encode(_walk(memory, tensors, first), item.path)})
-        tree: dict[str, Any] = {}
+        tree: dict[str, Any] = {"samplers": {item.path: sampler_epochs(item.thing) for item in self.items.of(LOADER)}}
         grads: tuple[int, Parts] | None = None
         if self.grads:
             found = [p.grad for o in self.items.optimizers for group in o.param_groups for p in group["params"]]

@@ -105,18 +105,6 @@ def set_generator(generator: Generator, saved: Any) -> None:
         generator.bit_generator.state = copy.deepcopy(saved)
 
 
-def loader_generators(loader: Any) -> list[torch.Generator]:
-    """A data loader's own generators: its order is wrong after a restore unless they are set too."""
-    found: list[torch.Generator] = []
-    parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    parts.append(getattr(parts[2], "sampler", None))
-    for part in parts:
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
-            found.append(generator)
-    return found
-
-
 def inline_tensor(tensor: torch.Tensor) -> InlineTensor:
     """A small tensor as a value: its shape may change from step to step."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu() if not _is_bytes(tensor) else tensor

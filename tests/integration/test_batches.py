@@ -1,0 +1,20 @@
+"""`snapshots.batches` trains on the batches of the undisturbed run, with any loader and wherever it is killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("batch_trainer.py")
+# One of each kind; all of them are in tests/chaos/test_every_loader.py.
+CASES = ("noise-2", "stateful", "stream", "function", "accumulate")
+
+
+def test_killed_at_every_step_every_kind_of_loader_gives_the_batches_of_the_undisturbed_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPT), str(tmp_path), *CASES],
+        capture_output=True, text=True, timeout=115, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [f"{case}: equal" for case in CASES], done.stdout + done.stderr[-2000:]
