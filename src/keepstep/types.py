@@ -170,6 +170,8 @@ class Status(msgspec.Struct, frozen=True):
     """snapshots that the memory of each rank holds; 0 before it is there"""
     slots_reason: str = ""
     """why so many: the setting, or what `auto` found"""
+    security: str = ""
+    """what keeps others out: `open store` (no secret file), `secret file`, and whether there is TLS"""
 
 
 # Why a `take` captured nothing. The order is that of the counts in the arena: only ever append, at most 8.

@@ -5,18 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import msgspec
 import pytest
 from rendezvous_agents import DEAD_S, Job
 from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from keepstep.control.membership import NodeClaim, RoundAgreement
 from keepstep.control.messages import NodeCard
 from keepstep.control.signed_store import DocumentSigner
 from keepstep.launcher import agent as agent_module
+from keepstep.launcher import rendezvous_store
 from keepstep.launcher.agent import ForeignDocumentsError
+from keepstep.launcher.rendezvous_store import open_store
 from keepstep.launcher.rounds import AgentId, RoundState
+from keepstep.launcher.store import serve, serve_as
 from keepstep.types import Incarnation
 
 SECRET = b"a secret of the job" * 2
@@ -161,3 +166,29 @@ def test_agents_with_different_secrets_say_so(job: Job, monkeypatch: pytest.Monk
     job.start("c")
     wait_for(lambda: all(isinstance(agent.problem, ForeignDocumentsError) for agent in job.agents.values()))
     assert "its signature is wrong" in str(job.agents["c"].problem)
+
+
+def test_a_port_that_another_runs_store_has_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_store, "HOST_WRITES_S", 1.0)
+    other = serve("127.0.0.1", 0)
+    parameters = RendezvousParameters("keepstep", f"127.0.0.1:{other.port}", "run", 2, 2)
+    with pytest.raises(RendezvousConnectionError, match="was not opened by an agent of run 'run'"):
+        open_store(parameters, "run", DocumentSigner("run", SECRET))
+
+
+def test_a_second_agent_on_the_machine_of_the_host_becomes_a_client() -> None:
+    signer, parameters = DocumentSigner("run", SECRET), RendezvousParameters("keepstep", "127.0.0.1:0", "run", 2, 2)
+    hosted = open_store(parameters, "run", signer)
+    parameters.endpoint = f"127.0.0.1:{hosted.port}"
+    assert open_store(parameters, "run", DocumentSigner("run", SECRET)).port == hosted.port
+    with pytest.raises(RendezvousConnectionError, match="its signature is wrong"):
+        open_store(parameters, "run", DocumentSigner("run", b"another secret of 32 bytes......"))
+
+
+@pytest.mark.parametrize(("host", "one_node"), [("localhost", True), ("localhost", False), ("127.0.0.1", False)])
+def test_a_store_listens_on_one_address(host: str, one_node: bool) -> None:
+    store = serve_as(host, 0, timeout_s=5, one_node=one_node)
+    table = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    listening = [line.split()[1] for line in table.splitlines() if line.split()[3] == "0A"]
+    port = f":{store.port:04X}"
+    assert [address for address in listening if address.endswith(port)] == [f"0100007F{port}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import ssl
 import subprocess
@@ -125,6 +126,26 @@ def test_a_certificate_of_another_authority_is_not_let_in(net: TcpNet, tmp_path:
         # TLS 1.3: the client learns only when it reads.
         wire.read_exact(1, deadline=soon())
     until(lambda: a.peers.counters()["strangers"] == 1)
+
+
+def test_renewed_files_are_used_without_a_restart(tmp_path: Path) -> None:
+    """A new authority and its certificates: a running keeper shows and asks for these, and no longer the old ones."""
+    used, renewed = make_authority(tmp_path, "used"), make_authority(tmp_path, "renewed")
+    old = {name: str(shutil.copy(path, tmp_path / f"old-{name}")) for name, path in used.items()}
+    net = TcpNet(**used)
+    try:
+        a = net.make("a")
+        for name, path in renewed.items():
+            shutil.copy(path, used[name])
+        with Wired(a, renewed):
+            pass
+        with pytest.raises(PeerSocketError):
+            Wired(a, old)
+        Path(used["tls_cert"]).write_text("half a certificate")  # The last good ones stay in force.
+        with Wired(a, renewed):
+            pass
+    finally:
+        net.close()
 
 
 def test_no_certificate_or_no_tls_is_not_let_in(net: TcpNet) -> None:

@@ -25,6 +25,7 @@ from keepstep.arena.memfd import MADV_POPULATE_READ, SEALS, Memfd
 from keepstep.cli.keepers import find_runs
 from keepstep.cli.tables import format_bytes, format_seconds
 from keepstep.config import Config, as_environment, resolve
+from keepstep.control.secret_file import read_secret, security_level
 from keepstep.control.status import fetch_status
 from keepstep.errors import Error
 from keepstep.identity import ensure_private, identify, runtime_dir
@@ -53,6 +54,7 @@ def examine(config: Config, *, torch: bool) -> Iterator[Finding]:
     yield from _guard("entry point", check_entry_point)
     yield from _guard("settings", lambda: check_settings(config))
     yield from _guard("run id", lambda: check_run_id(config))
+    yield from _guard("security", lambda: check_security(config))
     yield from _guard("runtime directory", lambda: check_runtime_dir(config))
     yield from _guard("memory", lambda: check_memory(config))
     yield from _guard("oom kill", lambda: check_oom_group(Path("/")))
@@ -132,6 +134,12 @@ def check_run_id(config: Config) -> list[Finding]:
         return [Finding("run id", OK, f"{identity.run_id} on node {identity.node_id}")]
     text = f"none is set here (node {identity.node_id}); under torchrun it is --rdzv-id"
     return [Finding("run id", OK, text, "without one, a later launch does not find the state of an earlier one")]
+
+
+def check_security(config: Config) -> list[Finding]:
+    read_secret(config)
+    todo = "" if config.secret_file else "with several nodes whoever reaches the store is a member; set secret_file"
+    return [Finding("security", OK, security_level(config), todo)]
 
 
 def check_runtime_dir(config: Config) -> list[Finding]:

@@ -83,6 +83,12 @@ class LauncherHello(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0
 
 
+class LauncherNote(msgspec.Struct, frozen=True, tag=True):
+    """A sentence of the launcher for the keeper's status; the last one counts, an empty one takes it back."""
+
+    text: str
+
+
 class NodeCard(msgspec.Struct, frozen=True):
     """Identity of a node's keeper, and the address for its peers."""
 
@@ -403,7 +409,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    Hello | Welcome | Refused | Register | Registered | LauncherHello | WantCard | CardIs | Membership
+    Hello | Welcome | Refused | Register | Registered | LauncherHello | LauncherNote | WantCard | CardIs | Membership
     | WantArena | ArenaGiven | Hold | Held | GiveBack
     | Adopted | Committed | Void | Complete | Protected | Voided | WantRestore | RestoreFrom | Loaded
     | Ending | Goodbye | Failed | WantOutcome | OutcomeIs

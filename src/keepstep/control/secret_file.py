@@ -14,6 +14,14 @@ MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
 
 
+def security_level(config: Config) -> str:
+    """What keeps others out of a job of several nodes, in words."""
+    files = [name for name, given in (("secret file", config.secret_file), ("TLS", config.peers.tls_key)) if given]
+    if not config.secret_file:
+        files.insert(0, "open store")
+    return " and ".join(files)
+
+
 def read_secret(config: Config) -> bytes:
     """The job's secret from its file; b"" when there is none. Also refuses a TLS key that others can read."""
     if config.peers.tls_key:

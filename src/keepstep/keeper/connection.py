@@ -30,6 +30,7 @@ class Connection:
         sock.setblocking(False)
         self.pid, self.uid = peer_of(sock)
         self.role = ""
+        self.note = ""  # What a launcher wants to be read in the status.
         self.since = time.monotonic()
         self.held: set[str] = set()  # memfds that the other side has confirmed
         self.offered: set[str] = set()  # memfds sent to it

@@ -23,6 +23,7 @@ from keepstep.arena.slots import Arena
 from keepstep.config import Config
 from keepstep.control.framing import MAX_FDS, FrameError
 from keepstep.control.messages import Ending, Hold, NodeCard
+from keepstep.control.secret_file import security_level
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
 from keepstep.keeper import requests
@@ -64,6 +65,7 @@ class Keeper:
         self.takes: dict[int, TakeCounts] = {}  # By local index, as last read from the progress records.
         self.ending = ""
         self._started = time.monotonic()
+        self._security = security_level(config)
         self._next_connection = 1
         self._results: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
@@ -317,6 +319,8 @@ class Keeper:
             traffic=network.transport.counters() if network is not None else None,
             slots_reason=chosen.reason if chosen is not None else "",
             takes=list(self.takes.values()),
+            notes=[connection.note for connection in self.connections.values() if connection.note],
+            security=self._security,
         )
 
     # Memory and other nodes

@@ -26,6 +26,7 @@ from keepstep.control.messages import (
     Hello,
     Hold,
     LauncherHello,
+    LauncherNote,
     Loaded,
     Membership,
     OutcomeIs,
@@ -48,7 +49,7 @@ from keepstep.control.messages import (
     WantVerify,
     Welcome,
 )
-from keepstep.errors import Error, KeeperError
+from keepstep.errors import Error, KeeperError, printable
 from keepstep.identity import Identity, start_time
 from keepstep.keeper.connection import Connection
 from keepstep.keeper.node.events import (
@@ -72,6 +73,7 @@ from keepstep.types import Status
 
 log = logging.getLogger("keepstep.keeper")
 MAX_CUT_S = 600.0
+MAX_NOTE = 500
 
 
 class KeeperServices(Protocol):
@@ -160,6 +162,10 @@ def _launcher(keeper: KeeperServices, connection: Connection, hello: LauncherHel
     pid = connection.pid or hello.pid
     keeper.handle(LauncherSeen(pid, alive=pid > 0 and keeper.watch_process(pid)))
     keeper.send(connection, Done(ticket=hello.ticket))
+
+
+def _launcher_notes(keeper: KeeperServices, connection: Connection, note: LauncherNote, fds: list[int]) -> None:
+    connection.note = printable(note.text)[:MAX_NOTE]
 
 
 def _arena_wanted(keeper: KeeperServices, connection: Connection, wanted: WantArena, fds: list[int]) -> None:
@@ -328,6 +334,7 @@ def _links_cut(keeper: KeeperServices, connection: Connection, cut: CutLinks, fd
 _RECEIVE: dict[type, Callable[[KeeperServices, Connection, Any, list[int]], None]] = {
     Register: _registers,
     LauncherHello: _launcher,
+    LauncherNote: _launcher_notes,
     WantArena: _arena_wanted,
     GiveBack: _given_back,
     Held: _held,

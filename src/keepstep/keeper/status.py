@@ -61,10 +61,13 @@ def status_of(
     traffic: Mapping[str, float] | None = None,
     slots_reason: str = "",
     takes: Sequence[TakeCounts] = (),
+    notes: Sequence[str] = (),
+    security: str = "",
 ) -> Status:
     """The status now. Its fields are a contract (`types.Status`).
 
     `traffic`: counters of the transport, if there is one. `slots_reason`: of the slots that this keeper chose.
+    `notes`: what launchers want to be read.
     """
     kept = core.orders.active
     protected, group, membership = kept.protected, kept.group, core.orders.membership
@@ -85,7 +88,7 @@ def status_of(
         ranks=[_rank_status(core, index) for index in indexes],
         memory_bytes=sum(arena.size_bytes for arena in core.arenas.by_id.values())
         + parity_bytes,
-        counters=_counters(core, traffic or {}, takes), problems=_problems(core, complete),
+        counters=_counters(core, traffic or {}, takes), problems=[*_problems(core, complete), *notes],
         protected_step=protected.step if protected else None, target_step=kept.target.step if kept.target else None,
         lag_steps=max(0, max(steps) - protected.step) if protected and steps else None,
         num_nodes=len(membership.nodes) if membership else 1,
@@ -97,6 +100,7 @@ def status_of(
         parity_bytes=parity_bytes, exchange_bytes_s=(traffic or {}).get("rate_in_bytes_s", 0.0),
         min_node_period_s=core.protection.exchange_s,
         slots=arenas.slots_per_rank(core) if core.arenas.by_id else 0, slots_reason=_slots_reason(core, slots_reason),
+        security=security,
     )  # fmt: skip
 
 

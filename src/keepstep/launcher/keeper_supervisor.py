@@ -33,6 +33,7 @@ from keepstep.control.messages import (
     Held,
     Hold,
     LauncherHello,
+    LauncherNote,
     Membership,
     OutcomeIs,
     Release,
@@ -72,6 +73,7 @@ class KeeperSupervisor:
         self._memory = HeldMemory(request_timeout_s=REQUEST_S)
         self._client: KeeperClient | None = None
         self._wanted = self._closed = False
+        self._note = self._sent_note = ""
         self._failures = 0
         self._problem: Error | OSError | None = None
         self._thread = threading.Thread(target=self._supervise, name="keepstep-supervisor", daemon=True)
@@ -97,6 +99,18 @@ class KeeperSupervisor:
         membership = with_own_card(membership, self.card(timeout_s=timeout_s, patient=True).card)
         self._memory.set_membership(membership)
         self._request(membership, Done, timeout_s=timeout_s, patient=True)
+
+    def note(self, text: str) -> None:
+        """A sentence for the status of this keeper and of every later one; it replaces the last one."""
+        with self._changed:
+            self._note, client = text, self._client
+        self._send_note(client)
+
+    def _send_note(self, client: KeeperClient | None) -> None:
+        if client is not None and self._note != self._sent_note:
+            self._sent_note = self._note
+            with contextlib.suppress(KeeperError):
+                client.post(LauncherNote(self._note))
 
     def _request(self, message: Any, expect: type[M], *, timeout_s: float, patient: bool) -> M:
         deadline = time.monotonic() + timeout_s
@@ -194,6 +208,8 @@ class KeeperSupervisor:
                 self._client, self._problem = client, None
                 self._changed.notify_all()
             client.post(Held(self._memory.names()))
+            self._sent_note = ""
+            self._send_note(client)
         except BaseException:
             client.close()
             raise

@@ -37,7 +37,7 @@ from keepstep.config import Config
 from keepstep.control.client import REQUEST_S
 from keepstep.control.membership import IncarnationEnd, NodeClaim, RoundAgreement, check_losses, membership
 from keepstep.control.messages import CardIs, NodeCard
-from keepstep.control.secret_file import read_secret
+from keepstep.control.secret_file import read_secret, security_level
 from keepstep.control.signed_store import DocumentSigner, SignedStore
 from keepstep.control.spawn import START_S
 from keepstep.errors import ConfigError, Error, KeeperError
@@ -64,6 +64,7 @@ JOIN_S, CLOSE_S = 600, 30  # The same as torch's.
 FIRST_CALL_S, LAST_CALL_S = 30, 3  # Nodes boot at different times, once; later rounds know which agents live.
 STORE_S = 30.0  # an agent without workers waits this long for a store that does not answer: it may be restarting
 RESTART_WINDOW_S = 3600.0  # of launch.restarts
+NOTE_EVERY_S = 5.0  # at most, to the keeper's status
 SETTLE_S = 30.0  # a round stands this long before it is ended to let one more node in: nodes boot at different times
 
 log = logging.getLogger("keepstep.launcher")
@@ -83,6 +84,7 @@ class KeepstepRendezvous(RendezvousHandler):
         self._agent = RendezvousAgent(
             identity.node_id, self._rules(), connect=lambda: self._connect(CONNECT_S), store_s=STORE_S
         )
+        self._noted, self._noted_at = 0, float("-inf")
         self._server: TCPStore | None = None
         self._member: RoundMember | None = None
         self._largest_number = 0
@@ -116,11 +118,21 @@ class KeepstepRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """1 when the round is over; the reason is logged. Never blocks, never raises."""
+        self._note_ignored()
         reason = self._agent.end_reason()
         if reason and not self._restarting:
             self._restarting = True
             log.warning("the workers of this node are restarted: %s", reason)
         return 1 if reason else 0
+
+    def _note_ignored(self) -> None:
+        view, now = self._agent.view, time.monotonic()
+        if view.ignored != self._noted and now - self._noted_at > NOTE_EVERY_S:
+            self._noted, self._noted_at = view.ignored, now
+            self._supervisor.note(
+                f"{view.ignored} documents in the rendezvous store were ignored: somebody else writes there, or with "
+                f"another secret_file; the last one was {view.last_ignored}"
+            )
 
     def is_closed(self) -> bool:
         return self._agent.view.state.closed
@@ -243,6 +255,11 @@ class KeepstepRendezvous(RendezvousHandler):
         store = cast(TorchStore, self._agent.run(lambda _: self._connect(read_s).raw, timeout_s=read_s))
         self._agent.workers_started()
         self._exits.begin()
+        if self._started is None and rank == 0 and len(agreed.nodes) > 1 and not self._secret:
+            log.warning(
+                "the store of this job is open: whoever reaches %s is a member and can end the job "
+                "(KEEPSTEP_SECRET_FILE, the same file on all nodes, closes it)", self._store_address,
+            )  # fmt: skip
         self._started = (member, agreed.incarnation)
         self._server, self._restarting = server, False  # The last round's store ends only now.
         os.environ.update(
@@ -251,7 +268,10 @@ class KeepstepRendezvous(RendezvousHandler):
             KEEPSTEP_NODE_ID=self._identity.node_id,
             KEEPSTEP_RUNTIME_DIR=str(self._identity.runtime_dir),
         )
-        log.info("round %d is incarnation %s, node %d of %d", round_, agreed.incarnation, rank, len(agreed.nodes))
+        log.info(
+            "round %d is incarnation %s, node %d of %d; security: %s",
+            round_, agreed.incarnation, rank, len(agreed.nodes), security_level(self._config),
+        )  # fmt: skip
         bootstrap_info = RendezvousStoreInfo(*msgspec.json.decode(store_text, type=tuple[str, int]))
         return RendezvousInfo(PrefixStore(f"round/{round_}", store), rank, len(agreed.nodes), bootstrap_info)
 

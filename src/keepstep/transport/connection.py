@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import socket
@@ -24,6 +25,7 @@ from keepstep import faults
 from keepstep.config import PeersConfig
 from keepstep.errors import ConfigError
 
+log = logging.getLogger("keepstep.keeper")
 SHORTEST_S = 0.001
 TLS_SLICE_BYTES = 256 << 10
 
@@ -172,9 +174,10 @@ class Tls:
     """TLS contexts of a node: one for the connections it makes, one for those it accepts."""
 
     def __init__(self, config: PeersConfig) -> None:
-        self._dial = _context(ssl.PROTOCOL_TLS_CLIENT, config)
-        self._listen = _context(ssl.PROTOCOL_TLS_SERVER, config)
-        self._listen.num_tickets = 0
+        self._config = config
+        self._lock = threading.Lock()
+        self._changed_at = _changed_at(config)
+        self._dial, self._listen = _contexts(config)
 
     @classmethod
     def of(cls, config: PeersConfig) -> Tls | None:
@@ -185,8 +188,23 @@ class Tls:
         return cls(config) if all(files) else None
 
     def secure(self, connection: PeerSocket, *, server: bool, timeout_s: float) -> None:
-        """Make this connection a TLS connection."""
+        """Make this connection a TLS connection, by the files as they are now."""
+        self._reload()
         connection.secure(self._listen if server else self._dial, server=server, timeout_s=timeout_s)
+
+    def _reload(self) -> None:
+        """Take up certificates that were renewed. Files that cannot be used leave the last ones in force."""
+        with self._lock:
+            changed_at = _changed_at(self._config)
+            if changed_at == self._changed_at:
+                return
+            self._changed_at = changed_at
+            try:
+                self._dial, self._listen = _contexts(self._config)
+            except ConfigError as error:
+                log.warning("renewed TLS files are not used: %s", error)
+            else:
+                log.info("renewed TLS files are used")
 
 
 def channel_binding(connection: PeerSocket) -> bytes:
@@ -202,6 +220,23 @@ def channel_binding(connection: PeerSocket) -> bytes:
     if not binding or connection.tls.version() != "TLSv1.3" or connection.tls.session_reused:
         raise PeerSocketError("this TLS connection has no unique channel binding")
     return binding
+
+
+def _changed_at(config: PeersConfig) -> tuple[int, ...]:
+    """When each of the TLS files was written; 0 for one that is not there."""
+    times = []
+    for path in (config.tls_cert, config.tls_key, config.tls_ca):
+        try:
+            times.append(os.stat(path).st_mtime_ns)
+        except OSError:
+            times.append(0)
+    return tuple(times)
+
+
+def _contexts(config: PeersConfig) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    dial, listen = _context(ssl.PROTOCOL_TLS_CLIENT, config), _context(ssl.PROTOCOL_TLS_SERVER, config)
+    listen.num_tickets = 0
+    return dial, listen
 
 
 def _context(kind: int, config: PeersConfig) -> ssl.SSLContext:

@@ -137,6 +137,8 @@ def _peers(status: Status) -> Text:
     names = [peer.node_id + ("" if peer.up else " (away)") for peer in status.group]
     group = f"group {', '.join(names)}" if names else "no group"
     parts = [f"{count(status.num_nodes, 'node')}, coordinated by {status.coordinator}", group]
+    if status.security:
+        parts.append(status.security)
     return Text(" · ".join(parts), style="yellow" if away_from(status) else "dim")
 
 
