@@ -20,6 +20,9 @@ FOUND = [
     ("prefetch.py", "", {}, {"data fetched ahead"}),
     ("naive/mingpt_ddp.py", RANKS_2, {}, {"position", "random"}),
     ("naive/multigpu_torchrun.py", RANKS_2, {}, {"position", "fails after restore"}),
+    ("naive/hf_callback.py", "", {}, {"position"}),
+    ("naive/accelerate_loop.py", "", {}, {"refused", "no snapshot"}),
+    ("naive/accelerate_loop.py", "", {"STATEFUL": "1"}, {"position", "random"}),
     ("naive/lightning_callback.py", "", {}, {"position", "random"}),
     ("naive/id_keys.py", "", {}, {"refused", "keys"}),
 ]
@@ -29,6 +32,7 @@ EXACT = [
     ("naive/multigpu_torchrun.py", RANKS_2, {"FIXED": "1"}),
     ("naive/id_keys.py", "", {"FIXED": "1"}),
     ("naive/accelerate_loop.py", "", {"FIXED": "1"}),
+    ("naive/hf_callback.py", "", {"FIXED": "1"}),
     ("naive/fsdp2.py", RANKS_2, {}),
     ("naive/muon.py", "", {}),
 ]

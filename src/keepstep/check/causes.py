@@ -128,7 +128,8 @@ def failure_cause(calm: RunOutcome, reference: list[RankRun]) -> Cause | None:
         )  # fmt: skip
     if not any(life.kept for run in reference for life in run.lives):
         reason = next(iter(reference[0].lives[0].skipped.values()), "")
-        return Cause("no snapshot", f"no snapshot was complete: {reason}", "see the reason")
+        remedy = "repair what the reason names, or use the adapter of its framework in keepstep.frameworks"
+        return Cause("no snapshot", f"no snapshot was complete: {reason}", remedy)
     return None
 
 
