@@ -34,7 +34,7 @@ from keepstep.types import Stateful
 MODULE, OPTIMIZER, STATEFUL, PLAIN = "module", "optimizer", "stateful", "plain"
 LOADER, GENERATOR = "loader", "generator"
 MAX_NESTING = 8
-_HARMLESS = ("torch.", "keepstep.")  # Their methods only read.
+_HARMLESS = ("torch.", "keepstep.trainer.")  # Their methods only read.
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from keepstep.trainer.state.objects import (
     is_foreign,
     unwrap_optimizer,
 )
+from keepstep.trainer.state.process_keys import check_keys
 from keepstep.trainer.state.rng import (
     GlobalEncoder,
     GlobalState,
@@ -162,6 +163,7 @@ class StateReader:
     questions: StateQuestions | None = None  # None: each object is asked once
     _known: dict[str, structure.StateStructure] = field(default_factory=dict)
     _encoder: GlobalEncoder = field(default_factory=GlobalEncoder)
+    _checked_bytes: dict[str, int] = field(default_factory=dict)
 
     def read(self, subset: int | None = None, *, before_first_step: bool = False) -> StateReading:
         """With a subset, only that one is checked of objects that were read before (`plan_cache`).
@@ -193,12 +195,23 @@ class StateReader:
 
     def _read(self, item: StateObject, tensors: TensorRuns, subset: int | None) -> Parts:
         try:
-            return self._parts(item, tensors, subset)
+            parts = self._parts(item, tensors, subset)
         except RecursionError:
             raise CaptureError(
                 f"{item.path} contains itself, or is nested hundreds of levels deep",
                 hint="store an index or a name in place of the reference",
             ) from None
+        self._check_keys(item.path, parts)
+        return parts
+
+    def _check_keys(self, path: str, parts: Parts) -> None:
+        """A new key makes the values longer, so keys are looked at when the length has changed."""
+        encoded = [part for part in parts.values() if isinstance(part, bytes)]
+        size = sum(map(len, encoded))
+        if self._checked_bytes.get(path) != size:
+            for part in encoded:
+                check_keys(part, path)
+            self._checked_bytes[path] = size
 
     def _parts(self, item: StateObject, tensors: TensorRuns, subset: int | None) -> Parts:
         first = len(tensors)
