@@ -338,7 +338,7 @@ def test_a_peer_that_does_not_read_fills_a_bounded_queue_and_blocks_no_caller(ne
 
 
 def test_handlers_that_raise_end_no_link(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Node, "on_message", lambda self, *_: self.messages.append(_) or 1 / 0)
+    monkeypatch.setattr(Node, "on_message", lambda self, *_: self.messages.append(_[:2]) or 1 / 0)
     a, b = net.pair()
     assert a.peers.send("b", b"x")
     assert b.peers.send("a", b"y")

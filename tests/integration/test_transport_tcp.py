@@ -638,10 +638,14 @@ def test_an_unlisted_peer_that_authenticates_is_linked_where_the_limit_allows_it
         assert guest.send("open", b"hello")
         until(lambda: listener.messages == [("guest", b"hello")], "its word was heard")
         assert not guest.up("closed")
-        # Another instance takes its place; one more guest than there is room for stays outside.
+        # Another instance does not displace a link that is up; it takes the place when that one has ended.
         again = peers("guest", 0, "2")
         try:
             again.set_peers(addresses[1:])
+            time.sleep(0.5)
+            assert guest.up("open")
+            assert not again.up("open")
+            guest.close()
             until(lambda: again.up("open"), "the next instance is in")
         finally:
             again.close()

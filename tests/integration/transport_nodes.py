@@ -52,7 +52,7 @@ class Node:
         self.things: dict[bytes, Body | Callable[[], Body]] = {}
         self.num_served = 0
 
-    def on_message(self, node_id: str, message: bytes) -> None:
+    def on_message(self, node_id: str, message: bytes, instance: str) -> None:
         self.messages.append((node_id, message))
 
     def on_link(self, node_id: str, up: bool, reason: str) -> None:
@@ -326,7 +326,7 @@ class Process:
 class EchoNode(Node):
     """Sends every message back."""
 
-    def on_message(self, node_id: str, message: bytes) -> None:
+    def on_message(self, node_id: str, message: bytes, instance: str) -> None:
         self.peers.send(node_id, b"echo " + message)
 
 

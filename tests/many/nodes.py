@@ -55,7 +55,7 @@ from keepstep.errors import Error
 from keepstep.identity import Identity, ensure_private
 from keepstep.keeper.coordinator.state import Deadlines
 from keepstep.keeper.process import Keeper
-from keepstep.keeper.transfer.network import ADDRESS_FILE
+from keepstep.keeper.transfer.network import ADDRESS_FILE, KeeperAddress
 from keepstep.layout import Layout, digest
 from keepstep.types import Incarnation, Status, Version
 
@@ -314,14 +314,20 @@ class Run:
             self.nodes[node_id].hello()
 
     def revive(self, node_id: str, *, same_port: bool = True) -> Node:
-        """The node's keeper dies and another one takes its memory and its trainers over, in mid-training."""
+        """The node's keeper dies and another one takes its memory and its trainers over, in mid-training.
+
+        Not `same_port`: its port is taken meanwhile, here by the keeper of another node.
+        """
         before = self.nodes[node_id]
         seat = before.identity.directory / ADDRESS_FILE
-        told = seat.read_bytes()
+        told = KeeperAddress.read(seat)
+        assert told is not None
+        if not same_port:
+            other = next(node for name, node in self.nodes.items() if name != node_id)
+            told = msgspec.structs.replace(told, port=other.card().card.port)
         before.end_keeper()
-        if same_port:  # one that is killed leaves it behind
-            ensure_private(seat.parent)
-            seat.write_bytes(told)
+        ensure_private(seat.parent)  # A keeper that is killed leaves its address behind.
+        told.write(seat)
         after = self.nodes[node_id] = self.node_type(self, node_id, before.memory)
         if before.membership is not None:
             after.told(with_own_card(before.membership, after.card().card))

@@ -35,6 +35,7 @@ from keepstep.keeper.workers import manifest as manifests
 from keepstep.recovery.inventory import Holding, Inventory, ParitySet, SetKey
 from keepstep.recovery.plan import Rebuild
 from keepstep.transport.interface import Body, FetchError, FetchRequest, Peer
+from keepstep.transport.links import MAX_INVALID_MESSAGES
 from keepstep.transport.tcp import TcpTransport
 from keepstep.types import Incarnation, Version
 
@@ -53,7 +54,7 @@ def three(place: Path) -> Iterator[Run]:
 class SilentListener:
     """Ignores messages and links, and serves no bytes."""
 
-    def on_message(self, node_id: str, message: bytes) -> None:
+    def on_message(self, node_id: str, message: bytes, instance: str) -> None:
         pass
 
     def on_link(self, node_id: str, up: bool, reason: str) -> None:
@@ -136,6 +137,52 @@ def test_nonsense_from_an_authenticated_peer_is_ignored(place: Path, caplog: pyt
             peers.send("abc"[number % 3], draw.choice([noise, torn, report, orders, other]))
         run.protect()
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR], caplog.text
+
+
+@pytest.mark.parametrize("name", ["z", "b", "a"])
+def test_no_order_of_a_guest_or_a_false_coordinator_kills_or_ends_anything(name: str, place: Path) -> None:
+    """Not under a name of its own, nor a member's, nor the coordinator's, whose keeper is away for a while.
+
+    The trainers live in this process: an order that was believed would kill it.
+    """
+    with three(place) as run:
+        incarnation = run.trainers[0].incarnation
+        later = Incarnation(incarnation.number + 1, 5)
+        evil = [
+            Orders(later, 1, 1),
+            Orders(incarnation, 1 << 40, 1, finished=True),
+            absurd_orders(run, random.Random(4)),
+        ]
+        victims = [node_id for node_id in "abc" if node_id != name]
+
+        def attack(peers: TcpTransport) -> None:
+            for orders in evil * 5:
+                for victim in victims:
+                    peers.send(victim, messages.encode(orders))
+                run.train(1)
+
+        with stranger(run, secret=run.secret, node_id=name) as peers:
+            if name == "z":
+                wait_for(lambda: all(peers.up(victim) for victim in victims), "a guest is let in")
+            attack(peers)
+            assert name == "z" or not any(peers.up(victim) for victim in victims)  # no living link is displaced
+            if name != "z":
+                run.nodes[name].keeper.network.transport.admit(secrets.token_bytes(32))  # type: ignore[union-attr]
+                wait_for(lambda: any(peers.up(victim) for victim in victims), "the place is taken")
+                attack(peers)
+                run.nodes[name].keeper.network.transport.admit(run.secret)  # type: ignore[union-attr]
+        assert all(node.thread.is_alive() for node in run.nodes.values())
+        run.protect()
+
+
+def test_a_guest_that_sends_nothing_but_rubbish_is_disconnected(place: Path) -> None:
+    with three(place) as run, stranger(run, secret=run.secret) as peers:
+        wait_for(lambda: peers.up("a"), "a guest is let in")
+        links = peers.counters()["links"]
+        for _ in range(MAX_INVALID_MESSAGES + 1):
+            peers.send("a", b"rubbish")
+        wait_for(lambda: peers.counters()["links"] > links, "it is cut off, and linked again")
+        run.protect()
 
 
 def test_absurd_reports_of_a_member_do_not_end_a_keeper(place: Path, caplog: pytest.LogCaptureFixture) -> None:

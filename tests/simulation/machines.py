@@ -86,9 +86,9 @@ class Machine:
         """counts its keepers"""
         self.dies_after: int | None = None
         """the number of effects after which the keeper is killed"""
-        self.card = NodeCard(node_id, "", node_id, 0)
-        self.peers: dict[str, str] = {}
-        """instances of the keepers it knows, by node"""
+        self.card = NodeCard(node_id, f"{node_id}@{world.now:g}", node_id, 0)
+        self.peers: dict[str, tuple[str, int]] = {}
+        """instances and ports of the keepers it knows, by node"""
         self.membership: Membership | None = None
         self.arenas: dict[str, FakeArena] = {}
         self.parities: dict[str, FakeParity] = {}
@@ -131,10 +131,14 @@ class Machine:
 
     # The keeper
 
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.card.instance, self.card.port
+
     def start_keeper(self) -> None:
         """Start a new keeper; its holders connect in any order, give back what they hold and register."""
         self.life += 1
-        self.card = NodeCard(self.node_id, f"{self.node_id}.{self.life}", self.node_id, self.life)
+        self.card = NodeCard(self.node_id, self.card.instance, self.node_id, self.life)
         self.core = Core(self.world.config, self.card, deadlines=self.world.deadlines)
         self.dies_after, self.adopted, self.peers = None, set(), {}
         self.exchange, self.fetches, self.fetched_arenas = None, [], {}
@@ -439,7 +443,7 @@ class Machine:
         self.world.network.send(self, effect)
 
     def _set_peers(self, effect: SetPeers) -> None:
-        self.peers = {card.node_id: card.instance for card in effect.cards}
+        self.peers = {card.node_id: (card.instance, card.port) for card in effect.cards}
         self.world.network.recompute(self)
 
     def _start_exchange(self, effect: StartExchange) -> None:

@@ -128,7 +128,7 @@ class Network:
         if not (one.alive and other.alive and one.core and other.core) or one.frozen or other.frozen:
             return False
         mine, theirs = one.peers.get(other.node_id), other.peers.get(one.node_id)
-        return bool(one.peers and other.peers) and (mine == other.card.instance or theirs == one.card.instance)
+        return bool(one.peers and other.peers) and (mine == other.place or theirs == one.place)
 
     def _notify(self, link: Link, side: Machine, peer: str, up: bool) -> None:
         at = max(self.world.now + self.world.random.uniform(0.01, 0.2), link.received_until.get(side.node_id, 0.0))
@@ -154,7 +154,7 @@ class Network:
         for _ in range(2 if draw.random() < self.world.twice_rate else 1):
             slow = draw.random() < self.world.slow_rate
             delay_s = draw.uniform(0.02, 0.7) if slow else draw.uniform(0.001, 0.02)
-            message = PeerMessage(sender.node_id, effect.message)
+            message = PeerMessage(sender.node_id, effect.message, sender.card.instance)
             target.in_this_life(delay_s, self._deliver, link, link.epoch, target, message)
 
     def _deliver(self, link: Link, epoch: int, target: Machine, message: PeerMessage) -> None:

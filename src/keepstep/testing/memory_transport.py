@@ -275,7 +275,7 @@ class MemoryTransport:
                     return
                 _, message = inbox.popleft()
             self._traffic.counters.add("messages_in")
-            self._call(lambda: self._listener.on_message(node_id, message))  # noqa: B023
+            self._call(lambda: self._listener.on_message(node_id, message, self._hub.nodes[node_id].me.instance))  # noqa: B023
 
     def _expire(self, node_id: str) -> None:
         """Fail fetches that wait past their deadline, and all of them when the link is down."""

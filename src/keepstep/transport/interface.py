@@ -108,6 +108,10 @@ class Refusal(Exception):
     """The server declines a request and gives the reason. No connection is closed."""
 
 
+class InvalidMessageError(Exception):
+    """A message that no keeper sends."""
+
+
 class FetchError(Exception):
     """The bytes were not received, or do not match their checksum."""
 
@@ -122,8 +126,11 @@ class FetchError(Exception):
 class TransportListener(Protocol):
     """Receives what peers send and serves what they fetch. Called on the transport's threads: see rule 1."""
 
-    def on_message(self, node_id: str, message: bytes) -> None:
-        """A peer sent a message."""
+    def on_message(self, node_id: str, message: bytes, instance: str) -> None:
+        """A peer sent a message. `instance`: that of its handshake, which is not always the one of `set_peers`.
+
+        Raises InvalidMessageError for one that no keeper sends: too many of them end the link.
+        """
 
     def on_link(self, node_id: str, up: bool, reason: str) -> None:
         """The link to a peer is up, or down."""

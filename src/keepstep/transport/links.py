@@ -1,8 +1,8 @@
 """The peers of this keeper and the one control connection to each, served by one thread.
 
 Invariants:
-- At most one session per peer: of the instance that `set_peers` named, or of a newer one that has authenticated (an
-  unlisted peer).
+- At most one session per peer: of the instance that `set_peers` named, or of another one that has authenticated (an
+  unlisted peer). A link that is up is not displaced by another instance: it ends by silence first, or by `set_peers`.
 - Both sides may dial. The side with the smaller node id decides which connection is kept, and keeps the one it has.
 - A session ends by silence (`dead_s`), by its connection, by `set_peers`, or by `close`. Its streams end with it.
 - Only the control thread calls the handlers: down before up, messages in between.
@@ -21,42 +21,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 from keepstep.transport.connection import PeerSocketError
 from keepstep.transport.frames import GOODBYE, HEARTBEAT, MESSAGE, PeerFrameError
 from keepstep.transport.handshake import ACCEPTED, ALREADY_LINKED, UNKNOWN_PEER
-from keepstep.transport.interface import MAX_MESSAGE_BYTES, Peer, TransportListener
-from keepstep.transport.session import PeerSession
+from keepstep.transport.interface import MAX_MESSAGE_BYTES, InvalidMessageError, Peer, TransportListener
+from keepstep.transport.session import FIRST_RETRY_S, LinkState, PeerSession
 from keepstep.transport.throttle import Traffic
 
 log = logging.getLogger("keepstep")
-FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0  # A peer that returns is linked again within this time, plus or minus half.
 GIVE_WAY_S = 0.3  # Head start of the side whose connection would be kept.
 MAX_DIALS = 32  # at the same time
 HEARTBEATS = 4  # within `dead_s`
 SHORTEST_SLEEP_S = 0.001
+MAX_INVALID_MESSAGES = 20  # over one link: one keeper of another version is no attack
 
 
 class LinkDialer(Protocol):
     """Makes control connections, each on a thread of its own, and reports the end to `PeerLinks.dialled`."""
 
     def start_dial(self, peer: Peer) -> None: ...
-
-
-@dataclass
-class _LinkState:
-    """A peer, and the state of the link to it."""
-
-    peer: Peer
-    dial_at: float
-    session: PeerSession | None = None
-    dialling: bool = False
-    retry_s: float = FIRST_RETRY_S
-    was_linked: bool = False
-    last_error: str = ""
 
 
 class PeerLinks:
@@ -84,7 +70,7 @@ class PeerLinks:
         self._dialer = dialer
         self._listener = listener
         self._lock = threading.Lock()
-        self._links: dict[str, _LinkState] = {}
+        self._links: dict[str, LinkState] = {}
         self._arrived: list[PeerSession] = []
         # Sessions that the control thread ends, and why. Not ended at once: ending them calls back, and needs no lock.
         self._ended: list[tuple[PeerSession, str]] = []
@@ -106,7 +92,7 @@ class PeerLinks:
             for node_id, link in list(self._links.items()):
                 peer = wanted.get(node_id)
                 if peer is not None and not link.peer.address and peer.instance == link.peer.instance:
-                    link.peer = peer  # It was unlisted, and its address is known now.
+                    link.peer = link.named = peer  # It was unlisted, and its address is known now.
                 if peer != link.peer:
                     reason = "replaced by another instance or address" if node_id in wanted else "no longer a peer"
                     self._end_session(link, reason)
@@ -114,7 +100,7 @@ class PeerLinks:
             for node_id, peer in wanted.items():
                 if node_id not in self._links:
                     dial_at = self._next_dial(node_id, 0.0) if self._gives_way else time.monotonic()
-                    self._links[node_id] = _LinkState(peer, dial_at)
+                    self._links[node_id] = LinkState(peer, dial_at, peer)
             self._gives_way = self._gives_way or bool(wanted)
         self.wake()
 
@@ -126,8 +112,9 @@ class PeerLinks:
     def end_all(self, reason: str) -> None:
         """End every session. The peers are dialled again."""
         with self._lock:
-            for link in self._links.values():
+            for node_id, link in list(self._links.items()):
                 self._end_session(link, reason)
+                self._forget_unlisted(node_id, link)
         self.wake()
 
     def session(self, node_id: str) -> PeerSession | None:
@@ -169,7 +156,7 @@ class PeerLinks:
             if self._closing:
                 return UNKNOWN_PEER
             if link is None or link.peer.instance != peer.instance:
-                return ACCEPTED if self._has_room(peer) else UNKNOWN_PEER
+                return ACCEPTED if self._may_replace(link, peer) else UNKNOWN_PEER
             return ALREADY_LINKED if link.session is not None and self._decides(peer.node_id) else ACCEPTED
 
     def adopt(self, session: PeerSession) -> bool:
@@ -180,9 +167,9 @@ class PeerLinks:
                 return False
             link = self._links.get(node_id)
             if link is None or link.peer.instance != session.peer.instance:
-                if not self._has_room(session.peer):
+                if not self._may_replace(link, session.peer):
                     return False
-                link = self._add_unlisted(session.peer)
+                link = self._replace(link, session.peer)
             if link.session is not None:
                 if self._decides(node_id):
                     return False
@@ -210,8 +197,7 @@ class PeerLinks:
             if link is not None and link.session is session:
                 link.dial_at = self._next_dial(session.peer.node_id, FIRST_RETRY_S)
                 self._end_session(link, reason)
-                if not link.peer.address:
-                    del self._links[session.peer.node_id]
+                self._forget_unlisted(session.peer.node_id, link)
         # Else it is on the list already: another session or `set_peers` has replaced it.
         self.wake()
 
@@ -254,17 +240,30 @@ class PeerLinks:
         unlisted = sum(not link.peer.address for node_id, link in self._links.items() if node_id != peer.node_id)
         return peer.node_id != self._node_id and unlisted < self._max_unlisted_peers
 
-    def _add_unlisted(self, peer: Peer) -> _LinkState:
-        """Add an authenticated peer that `set_peers` has not named.
+    def _may_replace(self, link: LinkState | None, peer: Peer) -> bool:
+        """Whether an instance that this link is not with may have it: the one that `set_peers` named always may."""
+        if link is not None and link.named is not None and link.named.instance == peer.instance:
+            return True
+        return (link is None or link.session is None) and self._has_room(peer)
 
-        It replaced another keeper, or looks for what this one holds of an earlier incarnation. It may fetch; its
-        address is unknown, so it is never dialled.
-        """
-        previous = self._links.get(peer.node_id)
-        if previous is not None:
-            self._end_session(previous, "replaced by another instance")
-        self._links[peer.node_id] = link = _LinkState(Peer(peer.node_id, peer.instance), math.inf)
-        return link
+    def _replace(self, link: LinkState | None, peer: Peer) -> LinkState:
+        """Begin a link with another instance. One that `set_peers` has not named may fetch; it is never dialled."""
+        named = link.named if link is not None else None
+        if link is not None:
+            self._end_session(link, "replaced by another instance")
+        if named is not None and named.instance == peer.instance:
+            new = LinkState(named, self._next_dial(peer.node_id, 0.0), named)
+        else:
+            new = LinkState(Peer(peer.node_id, peer.instance), math.inf, named)
+        self._links[peer.node_id] = new
+        return new
+
+    def _forget_unlisted(self, node_id: str, link: LinkState) -> None:
+        """A session has ended: its name belongs to the peer that `set_peers` named, if there is one."""
+        if link.named is None:
+            del self._links[node_id]
+        elif link.named != link.peer:
+            self._links[node_id] = LinkState(link.named, self._next_dial(node_id, FIRST_RETRY_S), link.named)
 
     def _decides(self, node_id: str) -> bool:
         return self._node_id < node_id
@@ -273,7 +272,7 @@ class PeerLinks:
         give_way_s = 0.0 if self._decides(node_id) else GIVE_WAY_S
         return time.monotonic() + wait_s * random.uniform(0.5, 1.5) + give_way_s
 
-    def _end_session(self, link: _LinkState, reason: str) -> None:
+    def _end_session(self, link: LinkState, reason: str) -> None:
         session, link.session = link.session, None
         if session is not None:
             self._ended.append((session, reason))
@@ -332,9 +331,17 @@ class PeerLinks:
                 return
             if kind == MESSAGE:
                 self._traffic.counters.add("messages_in")
-                self._call(lambda: self._listener.on_message(session.peer.node_id, body))  # noqa: B023
+                self._deliver(session, body)
             elif kind == GOODBYE:
                 self.lose(session, "the peer closed its end")
+
+    def _deliver(self, session: PeerSession, message: bytes) -> None:
+        try:
+            self._call(lambda: self._listener.on_message(session.peer.node_id, message, session.peer.instance))
+        except InvalidMessageError as error:
+            session.invalid_messages += 1
+            if session.invalid_messages > MAX_INVALID_MESSAGES:
+                self.lose(session, f"{session.invalid_messages} invalid messages, the last one {error}")
 
     def _maintain(self, session: PeerSession) -> None:
         """Send a heartbeat if one is due; end the session if the peer is silent."""
@@ -400,6 +407,8 @@ class PeerLinks:
             return
         try:
             handler()
+        except InvalidMessageError:
+            raise
         except Exception:
             log.exception("the listener of the transport failed")
 

@@ -1,4 +1,5 @@
-"""One control connection that is up: its keys, the messages queued on it, and the streams that depend on it.
+"""One control connection that is up: its keys, the messages queued on it, and the streams that depend on it; and the
+link to a peer, which may have one.
 
 Invariants:
 - Only the control thread (links.py) reads and flushes; any thread may queue messages.
@@ -11,6 +12,7 @@ import ssl
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 
 from keepstep import faults
 from keepstep.transport.connection import PeerSocket
@@ -21,6 +23,7 @@ from keepstep.transport.interface import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, 
 from keepstep.transport.threads import ThreadGroup
 from keepstep.transport.throttle import Traffic
 
+FIRST_RETRY_S = 0.05  # before a lost link is dialled again
 READ_BYTES = 256 << 10
 READS_PER_TURN = 16  # So that a peer that sends without end does not delay the others.
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -54,6 +57,7 @@ class PeerSession:
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
         self._served_streams: set[PeerSocket] = set()
+        self.invalid_messages = 0
 
     @property
     def peer(self) -> Peer:
@@ -145,3 +149,17 @@ class PeerSession:
         for stream in streams:
             stream.shut()
         self.streams.end(f"the link is down: {reason}")
+
+
+@dataclass
+class LinkState:
+    """The link to a peer, up or not."""
+
+    peer: Peer
+    dial_at: float
+    named: Peer | None  # by `set_peers`. While another instance is linked under this name, that one is `peer`.
+    session: PeerSession | None = None
+    dialling: bool = False
+    retry_s: float = FIRST_RETRY_S
+    was_linked: bool = False
+    last_error: str = ""

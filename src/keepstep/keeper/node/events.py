@@ -105,6 +105,7 @@ class SlotVerified(msgspec.Struct, frozen=True):  # `problem` is empty when its 
 class PeerMessage(msgspec.Struct, frozen=True):  # A message of an authenticated peer
     node_id: str
     message: Report | Orders
+    instance: str  # of its handshake
 
 
 class PeerLink(msgspec.Struct, frozen=True):  # The control connection to a peer is up, or down with a reason

@@ -151,12 +151,12 @@ def peer_link(node: NodeState, event: PeerLink) -> None:
 def peer_message(node: NodeState, event: PeerMessage) -> None:
     message = event.message
     if isinstance(message, Orders):
-        if _from_coordinator(node, event.node_id, message):
+        if _from_coordinator(node, event, message):
             for card in message.cards:
                 _card_changed(node, card)
             node.orders.report_changed = take_orders(node, message)
         elif message.incarnation.number > node.incarnation.number:
-            _step_aside(node, event.node_id, message)
+            _step_aside(node, event, message)
     elif message.node_id == event.node_id == message.card.node_id:
         job = node.orders.coordinator
         if _card_changed(node, message.card) and job is not None:
@@ -168,14 +168,17 @@ def peer_message(node: NodeState, event: PeerMessage) -> None:
         node.orders.report_changed = False
 
 
-def _step_aside(node: NodeState, node_id: str, orders: Orders) -> None:
-    """The job goes on without this node: its trainers must end, but what it holds may be needed."""
+def _step_aside(node: NodeState, event: PeerMessage, orders: Orders) -> None:
+    """The job goes on without this node: its trainers must end, but what it holds may be needed.
+
+    Only a keeper of this node's own membership has trainers ended. The launcher ends those that a newcomer would.
+    """
     number = orders.incarnation.number
-    for trainer in node.trainers.registered.values():
+    for trainer in node.trainers.registered.values() if _is_member(node, event) else ():
         if trainer.running:
             node.emit(Kill(trainer.pid, f"incarnation {number} goes on without this node"))
     if not node.arenas.any_committed():
-        node.emit(SendToPeer(node_id, msgspec.structs.replace(report_of(node), inventory=node.inventory())))
+        node.emit(SendToPeer(event.node_id, msgspec.structs.replace(report_of(node), inventory=node.inventory())))
 
 
 def watch_peers(node: NodeState) -> None:
@@ -189,11 +192,17 @@ def watch_peers(node: NodeState) -> None:
             coordinator.lose_source(orders.coordinator, node_id, node.now)
 
 
-def _from_coordinator(node: NodeState, node_id: str, orders: Orders) -> bool:
+def _from_coordinator(node: NodeState, event: PeerMessage, orders: Orders) -> bool:
+    """A keeper that replaced the coordinator's dead one has the same instance (`KeeperAddress`)."""
     membership = node.orders.membership
     if membership is None or membership.incarnation != orders.incarnation:
         return False
-    return membership.nodes[0].node_id == node_id
+    return (membership.nodes[0].node_id, membership.nodes[0].instance) == (event.node_id, event.instance)
+
+
+def _is_member(node: NodeState, event: PeerMessage) -> bool:
+    cards = node.orders.membership.nodes if node.orders.membership is not None else []
+    return any((card.node_id, card.instance) == (event.node_id, event.instance) for card in cards)
 
 
 # Reports
@@ -307,7 +316,7 @@ def take_orders(node: NodeState, orders: Orders) -> bool:
         if not before.ready:
             node.emit(effects.DropReplicaCache())
     snapshots.report_outcomes(node, closed, before)
-    if own.active.finished:
+    if own.active.finished and _finished(node):
         node.emit(effects.End("training finished"))
     return changed or issued or bool(closed)
 

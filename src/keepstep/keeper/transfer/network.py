@@ -36,7 +36,7 @@ from keepstep.keeper.workers.results import Result, Results, TransferThread
 from keepstep.parity.cost_model import WINDOW_BYTES
 from keepstep.parity.parity_buffer import ParityBuffer
 from keepstep.recovery.inventory import ParitySet, SetKey
-from keepstep.transport.interface import TIMEOUT_S, Body, Peer, Refusal, Transport
+from keepstep.transport.interface import TIMEOUT_S, Body, InvalidMessageError, Peer, Refusal, Transport
 from keepstep.transport.tcp import TcpOptions, TcpTransport
 from keepstep.types import Version
 
@@ -133,13 +133,13 @@ class KeeperNetwork:
 
     # TransportListener, called on the transport's threads
 
-    def on_message(self, node_id: str, message: bytes) -> None:
+    def on_message(self, node_id: str, message: bytes, instance: str) -> None:
         try:
             decoded = messages.decode(message)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             log.warning("a message of a peer cannot be decoded", extra={"peer": node_id, "reason": str(error)})
-            return
-        self._results.put(PeerMessage(node_id, decoded))
+            raise InvalidMessageError(str(error)) from error
+        self._results.put(PeerMessage(node_id, decoded, instance))
 
     def on_link(self, node_id: str, up: bool, reason: str) -> None:
         self._results.put(PeerLink(node_id, up, reason))

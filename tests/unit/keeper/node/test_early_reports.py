@@ -34,7 +34,7 @@ def new_keeper(*reports: Report) -> tuple[Core, list[Effect]]:
     core.handle(MembershipSet(Membership(INCARNATION, [OWN, PEER], 0, b"s" * 32)), 0.0)
     core.handle(PeerLink("b", True), 0.0)
     for early in reports:
-        core.handle(PeerMessage("b", early), 0.0)
+        core.handle(PeerMessage("b", early, early.instance), 0.0)
     register = Register(0, 2, 0, 1, INCARNATION, "", 0, 1, 2, progress=41, rejoin=True)
     return core, core.handle(TrainerRegisters(1, 4321, True, register, 9), 0.0)
 
