@@ -1,4 +1,7 @@
-"""Optimizers that keep tensors in `param_groups`: these are copied while training goes on, and their step waits."""
+"""Custom optimizers: what they write is copied while training goes on, and their next write waits.
+
+Those that keep tensors in `param_groups`, and those that are no Optimizer and call `before_update()`.
+"""
 
 from __future__ import annotations
 
@@ -129,3 +132,81 @@ def test_the_step_waits_until_tensors_in_its_groups_are_copied(lives: Lives) -> 
     _, restored = lives.begin(again.state)
     assert restored == step
     assert is_equal(again.tensors(), expected)
+
+
+class ByHand:
+    """A sign optimizer that is no Optimizer, with momentum of its own, and an average in a dict."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = torch.nn.Linear(1024, 1024, bias=False)
+        self.model.register_buffer("seen", torch.zeros(SIZE))
+        self.momentum = torch.zeros(SIZE)
+        self.average = torch.zeros(SIZE)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "updates": self, "plain": {"average": self.average}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momentum": self.momentum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.momentum.copy_(state["momentum"])
+
+    @torch.no_grad()
+    def step(self, snapshots: keepstep.Snapshotter, *, announced: bool = True) -> None:
+        self.model.seen.add_(1)  # In forward: always copied inside take.
+        if announced:
+            snapshots.before_update()
+        self.momentum.mul_(0.9).add_(torch.randn(SIZE))
+        self.model.weight.sub_(self.momentum.sign().view_as(self.model.weight), alpha=0.01)
+        self.average.lerp_(self.model.weight.flatten(), 0.1)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.model.weight.detach(), self.momentum, self.average, self.model.seen]
+
+
+def take_by_hand(training: ByHand, snapshots: keepstep.Snapshotter, steps: range) -> keepstep.PendingSnapshot:
+    """Until one snapshot is complete."""
+    for step in steps:
+        training.step(snapshots)
+        taken = snapshots.take(step)
+        if not taken.skipped and taken.wait(timeout_s=UNTIL_S):
+            return taken
+    raise AssertionError("no snapshot was complete")
+
+
+@pytest.mark.timeout(60)
+def test_an_announced_update_waits_until_its_tensors_are_copied(lives: Lives) -> None:
+    training = ByHand()
+    snapshots, _ = lives.begin(training.state)
+    step = take_by_hand(training, snapshots, range(100)).step + 1
+    training.step(snapshots)
+    expected = [tensor.clone() for tensor in training.tensors()]
+    taken = snapshots.take(step)
+    job = in_flight(snapshots)
+    assert {op.path for op in job.schedule.eager} == {"model.seen"}
+    assert {op.path for op in job.schedule.lazy} == {"model.weight", "updates.momentum", "plain.average"}
+    waited = snapshots._fence.waited_s
+    training.step(snapshots)  # Writes what is being copied.
+    assert snapshots._fence.waited_s > waited
+    assert taken.wait(timeout_s=UNTIL_S) >= keepstep.Survives.PROCESS, taken.reason
+
+    again = ByHand()
+    _, restored = lives.begin(again.state)
+    assert restored == step
+    assert is_equal(again.tensors(), expected)
+
+
+@pytest.mark.timeout(60)
+def test_an_update_that_is_not_announced_voids_the_snapshot(lives: Lives) -> None:
+    training = ByHand()
+    snapshots, _ = lives.begin(training.state)
+    step = take_by_hand(training, snapshots, range(100)).step + 1
+    training.step(snapshots)
+    taken = snapshots.take(step)
+    training.step(snapshots, announced=False)
+    taken.wait(timeout_s=UNTIL_S)
+    assert "something writes it outside what before_update() announces" in taken.reason
+    assert take_by_hand(training, snapshots, range(step + 1, step + 100)), "it is copied inside take from now on"

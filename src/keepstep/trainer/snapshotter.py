@@ -157,6 +157,17 @@ class Snapshotter:
             log.exception("take(%d) failed; training goes on", step)
             return self._skip(step, f"take failed: {error!r}")
 
+    def before_update(self) -> None:
+        """Announce that code that is no Optimizer's step is going to write the state: call it before each such write.
+
+        For updates by hand and optimizers that are no `torch.optim.Optimizer`. The parameters and large tensors that
+        they write are then copied while training goes on, and the next call waits until that is done; without it they
+        are copied inside `take`. A program that calls it writes nothing of the state between a `take` and its next
+        call, except in the steps of its Optimizers, in forward (buffers) and in loaders.
+        """
+        self._check_open()
+        self._fence.before_update()
+
     def _take_recorded(self, recorder: StateRecorder, step: int) -> PendingSnapshot:
         """Under `keepstep check`: record the state, and capture this step, however long it takes."""
         self._planner.reshard()
@@ -257,7 +268,7 @@ class Snapshotter:
 
     def _is_inexact(self, stepped: bool) -> bool:
         """Between accumulation steps gradients are part of the state, and they are not in the snapshot."""
-        if self.config.grads or not self._fence.watched or stepped:
+        if self.config.grads or not self._fence.optimizers or stepped:
             return False
         scaled = self._items.has_grad_scaler
         if not scaled:

@@ -370,8 +370,8 @@ class Capture:
         return job.void
 
     def _mark_violated(self, job: CaptureJob, op: CopyOp | ParityOp) -> None:
-        names = [self._fence.watched[index].name for index in sorted(op.owners)]
-        job.void = f"{op.path} changed while it was copied: something writes it outside {', '.join(names)}.step()"
+        writes = " and ".join(self._fence.watched[index].writes for index in sorted(op.owners))
+        job.void = f"{op.path} changed while it was copied: something writes it outside {writes}"
         log.error("%s; it is copied inside take from now on", job.void)
         for index in op.owners:
             self._fence.watched[index].untrusted_reason = job.void

@@ -21,7 +21,7 @@ from keepstep.layout import SHARE, Layout, digest
 from keepstep.trainer.plan.parity_ops import ParityOp, parity_ops
 from keepstep.trainer.plan.replica_shares import ReplicaShares, chunk_runs, entry_ranges, gaps
 from keepstep.trainer.plan.tensor_blocks import Block, Blocks, SharedBlocks, turned
-from keepstep.trainer.state.optimizer_fence import WatchedOptimizer
+from keepstep.trainer.state.optimizer_fence import WatchedWriter
 
 SMALL_BYTES = 65536  # Tensors up to this size are copied inside `take`, all together: the gates of a copy cost more.
 
@@ -106,7 +106,7 @@ class CopyPlan:
     def ops(self) -> list[CopyOp | ParityOp]:
         return [*self.small, *self.unfenced, *self.fenced]
 
-    def schedule(self, watched: list[WatchedOptimizer]) -> CopySchedule:
+    def schedule(self, watched: list[WatchedWriter]) -> CopySchedule:
         """The schedule for this moment: it depends on which optimizers have a trusted fence."""
         trusted = frozenset(index for index, w in enumerate(watched) if w.trusted)
         if trusted not in self._schedules:
@@ -127,7 +127,7 @@ class PlanTurns:
     """The plans of one layout, one per turn of its replica sets; `first` is the plan at turn 0."""
 
     def __init__(
-        self, blocks: Blocks, sharing: ReplicaShares | None, watched: list[WatchedOptimizer], small_bytes: int
+        self, blocks: Blocks, sharing: ReplicaShares | None, watched: list[WatchedWriter], small_bytes: int
     ) -> None:
         self._blocks, self._sharing = blocks, sharing
         self._watched, self._small_bytes = watched, small_bytes
@@ -151,7 +151,7 @@ def _turn_of(step: int, num_turns: int) -> int:
     return xxhash.xxh3_64_intdigest(step.to_bytes(8, "little")) % num_turns
 
 
-def plan_copies(blocks: Blocks, watched: list[WatchedOptimizer], small_bytes: int) -> CopyPlan:
+def plan_copies(blocks: Blocks, watched: list[WatchedWriter], small_bytes: int) -> CopyPlan:
     """Classify every block by its size and its writers."""
     encoded = blocks.layout.encode()
     plan = CopyPlan(blocks.layout, encoded, digest(encoded))

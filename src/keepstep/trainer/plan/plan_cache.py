@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from keepstep.trainer.plan.copy_plan import CopyPlan, PlanTurns
 from keepstep.trainer.plan.replication import ReplicaProver
 from keepstep.trainer.plan.tensor_blocks import TensorAddresses, build
+from keepstep.trainer.state.objects import MODULE, OPTIMIZER, PLAIN, STATEFUL
 from keepstep.trainer.state.optimizer_fence import OptimizerFence
 from keepstep.trainer.state.reader import StateReader, StateReading
 from keepstep.trainer.state.structure import MAX_SUBSETS, Check
@@ -33,6 +34,9 @@ MAX_MISSED = 3  # Changes that a spot check missed, before a state is never spot
 # For this long checks may hold the interpreter. To get it back from a thread that never waits takes ten times as long,
 # so it is not released after every check: the snapshot would be committed late.
 HOLD_S = 0.0005
+
+# What a program updates by itself; loaders and generators change whenever a batch is fetched.
+UPDATED = (MODULE, OPTIMIZER, STATEFUL, PLAIN)
 
 MOVED = "a tensor of the state was moved or replaced without being noticed inside take"
 
@@ -154,6 +158,8 @@ class PlanCache:
                 reading.tensors, reading.paths(), sharing=sharing, ranks_of=self._replication.prove().ranks_of,
                 small_bytes=self._small_bytes,
             )  # fmt: skip
+            updated = {item.path for item in self._reader.items.all if item.kind in UPDATED}
+            self._fence.cover(reading.tensors_of(updated), self._small_bytes)
             plans = PlanTurns(blocks, sharing, self._fence.watched, self._small_bytes)
             return PlannedState(plans, TensorAddresses(reading.tensors, reading.found.runs), owned)
         except BaseException:

@@ -7,9 +7,9 @@ MODULE     its memory; structure     by its optimizer  as it is                 
            recognises it unchanged
 OPTIMIZER  state_dict(), the same    its own step      a tiny twin steps once;  torch's own step on  missing state is
            way; its groups each time                   LBFGS by its history     replicated ones      created, in place
-STATEFUL   state_dict(), small ones  no: copied        as it is                 named                load_state_dict()
-           (64 KiB) as values        inside take
-PLAIN      dicts, lists, tensors     no                as it is                 named                in place
+STATEFUL   state_dict(), small ones  by before_update  as it is                 named                load_state_dict()
+           (64 KiB) as values
+PLAIN      dicts, lists, tensors     by before_update  as it is                 named                in place
 LOADER     as STATEFUL, unless       no                as it is                 named                load_state_dict()
            untouched; its generators                                                                 late
 GENERATOR  its state, as a value     no                as it is                 no                   last

@@ -3,7 +3,8 @@
 A tensor is read-only from the end of one `optimizer.step()` to the start of the next. The global pre-hook of
 torch.optim marks that start, so it waits there for copies that still read what this optimizer will overwrite. Tensor
 version counters prove nothing (fused optimizers, foreach moments, CUDA graphs and `.data` do not bump them), so a fence
-is trusted only if its hook fired since the last `take`. What is not fenced is copied inside `take`.
+is trusted only if its hook fired since the last `take`. Code that writes the state without an Optimizer announces it
+with `before_update()`, which waits in the same way. What is not fenced is copied inside `take`.
 
 The hook never raises and never ends the step: a fault of keepstep must not be one of the training.
 """
@@ -88,20 +89,62 @@ class ReadCounter:
             self.gates[index].done.set()
 
 
-class WatchedOptimizer:
-    """One optimizer: whether its hook fires, and the gate that it must wait at."""
+class WatchedWriter:
+    """Something that writes the state: whether it announces that, and the gate that it must wait at."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, name: str, modules: Iterable[torch.nn.Module] = ()) -> None:
-        self.optimizer = optimizer
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._modules = list(modules)
-        self.fired = 0  # Pre-hooks since the last `take`.
+        self.fired = 0  # Announcements since the last `take`.
         self.untrusted_reason = ""  # Why its tensors are copied inside `take` from now on.
         self.gate: CopyGate | None = None
 
     @property
     def trusted(self) -> bool:
-        return self.fired > 0 and not self.untrusted_reason and not self._captured()
+        return self.fired > 0 and not self.untrusted_reason
+
+    @property
+    def writes(self) -> str:
+        """The only place that may write what it owns, for messages."""
+        return f"{self.name}.step()"
+
+    def storages(self, small_bytes: int) -> set[int]:
+        """Storage addresses of everything that it writes after an announcement."""
+        raise NotImplementedError
+
+
+class WatchedUpdates(WatchedWriter):
+    """All code that calls `before_update()`. It may write what no optimizer owns, except what others write too."""
+
+    def __init__(self) -> None:
+        super().__init__("before_update()")
+        self._covered: list[torch.Tensor] = []
+        self._others: set[int] = set()
+
+    def cover(self, tensors: list[torch.Tensor], others: set[int]) -> None:
+        """`others`: storages that optimizers own, or that are written without an announcement."""
+        self._covered, self._others = tensors, others
+
+    @property
+    def writes(self) -> str:
+        return f"what {self.name} announces"
+
+    def storages(self, small_bytes: int) -> set[int]:
+        owned: set[int] = set()
+        _add_storages(self._covered, owned, above_bytes=small_bytes)
+        return owned - self._others
+
+
+class WatchedOptimizer(WatchedWriter):
+    """One optimizer: its hook announces its writes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str, modules: Iterable[torch.nn.Module] = ()) -> None:
+        super().__init__(name)
+        self.optimizer = optimizer
+        self._modules = list(modules)
+
+    @property
+    def trusted(self) -> bool:
+        return super().trusted and not self._captured()
 
     def _captured(self) -> bool:
         return any(group.get("capturable") for group in self.optimizer.param_groups) and _is_capturing()
@@ -118,32 +161,25 @@ class WatchedOptimizer:
             _add_storages([value for key, value in group.items() if key != "params"], owned, above_bytes=small_bytes)
         for state in self.optimizer.state.values():
             _add_storages(state, owned)
-        return owned - self._written_in_forward()
-
-    def _written_in_forward(self) -> set[int]:
-        """Weights that `max_norm` rescales in forward, row by row: no hook fires, and samples would hardly show it."""
-        weights: set[int] = set()
-        for module in self._modules:
-            for part in module.modules():
-                if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
-                    _add_storages(part.weight, weights)
-        return weights
+        return owned - _written_in_forward(self._modules)
 
 
 class OptimizerFence:
-    """All optimizers of the state behind one global hook."""
+    """All optimizers of the state behind one global hook, and what else announces its writes."""
 
     def __init__(
         self, optimizers: Iterable[tuple[str, torch.optim.Optimizer]], modules: Iterable[torch.nn.Module] = ()
     ) -> None:
-        modules = list(modules)
-        self.watched = [WatchedOptimizer(optimizer, name, modules) for name, optimizer in optimizers]
-        self._by_id = {id(w.optimizer): w for w in self.watched}
+        self._modules = list(modules)
+        self.optimizers = [WatchedOptimizer(optimizer, name, self._modules) for name, optimizer in optimizers]
+        self._updates = WatchedUpdates()
+        self.watched: list[WatchedWriter] = [*self.optimizers, self._updates]
+        self._by_id = {id(w.optimizer): w for w in self.optimizers}
         self.waited_s = 0.0
         self._stepped = False
         self.muted = False  # Set while keepstep itself steps an optimizer (arena_size).
         self._handles: list[RemovableHandle] = []
-        if self.watched:  # Where there is an optimizer torch has imported its compiler, which takes a second.
+        if self.optimizers:  # Where there is an optimizer torch has imported its compiler, which takes a second.
             # torch.compile traces hooks too, and would compile the step anew for every value of a counter in here.
             outside = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
             self._handles.append(register_optimizer_step_pre_hook(outside))
@@ -160,7 +196,30 @@ class OptimizerFence:
 
     def owned(self) -> list[list[list[int]]]:
         """Identities of the parameters that each optimizer steps: they decide which fence covers which tensor."""
-        return [[list(map(id, group["params"])) for group in w.optimizer.param_groups] for w in self.watched]
+        return [[list(map(id, group["params"])) for group in w.optimizer.param_groups] for w in self.optimizers]
+
+    def cover(self, tensors: Iterable[torch.Tensor], small_bytes: int) -> None:
+        """Take these tensors as what `before_update()` announces, for plans that are made from now on.
+
+        Not what optimizers own, nor buffers, which forward writes.
+        """
+        others = _written_in_forward(self._modules).union(*(w.storages(small_bytes) for w in self.optimizers))
+        for module in self._modules:
+            _add_storages(list(module.buffers()), others)
+        self._updates.cover(list(tensors), others)
+
+    def before_update(self) -> None:
+        """Wait until no copy reads live tensors. Never raises."""
+        self._updates.fired += 1
+        self._stepped = True
+        for watched in self.watched:
+            if watched.gate is None:
+                continue
+            try:
+                self._wait(watched.gate)
+            except Exception:
+                log.exception("the fence of %s failed; the snapshot in flight is void", watched.name)
+                watched.untrusted_reason = watched.gate.broken = "its fence failed"
 
     def arm(self, gates: dict[int, CopyGate]) -> None:
         """Begin a new snapshot: `gates` by index of the optimizer. Counts start again."""
@@ -169,6 +228,7 @@ class OptimizerFence:
             watched.fired = 0
 
     def close(self) -> None:
+        self._updates.cover([], set())
         for handle in self._handles:
             handle.remove()
 
@@ -212,6 +272,16 @@ class OptimizerFence:
 
     def _wait(self, gate: CopyGate) -> None:
         self.waited_s += gate.wait()
+
+
+def _written_in_forward(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """Weights that `max_norm` rescales in forward, row by row: no hook fires, and samples would hardly show it."""
+    weights: set[int] = set()
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
+                _add_storages(part.weight, weights)
+    return weights
 
 
 def _is_capturing() -> bool:

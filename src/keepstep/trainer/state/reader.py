@@ -12,7 +12,7 @@ places that hold their tensors (`structure`), at a tenth of the cost of `state_d
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -134,6 +134,13 @@ class StateReading:
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
         return self.found.since(0)
+
+    def tensors_of(self, paths: Container[str]) -> list[torch.Tensor]:
+        """The tensors of these objects, without gradients."""
+        end = self.grads[0] if self.grads is not None else len(self.tensors)
+        ends = [*(first for first, _ in list(self.parts.values())[1:]), end]
+        spans = [(path, first, end) for (path, (first, _)), end in zip(self.parts.items(), ends, strict=True)]
+        return [tensor for path, first, end in spans if path in paths for tensor in self.tensors[first:end]]
 
     def paths(self) -> dict[int, str]:
         """Tensor index -> path, for layouts and messages."""

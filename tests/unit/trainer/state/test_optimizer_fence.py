@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from keepstep.trainer.plan.copy_plan import SMALL_BYTES
-from keepstep.trainer.state.optimizer_fence import WatchedOptimizer
+from keepstep.trainer.state.optimizer_fence import OptimizerFence, WatchedOptimizer
 
 LARGE = SMALL_BYTES // 4 + 1  # elements of 4 bytes
 
@@ -32,3 +32,22 @@ def test_small_tensors_in_groups_are_not_fenced_because_schedulers_write_them() 
     optimizer = torch.optim.AdamW([weight], lr=rate)
     optimizer.param_groups[0]["table"] = at_the_limit
     assert storages_of(optimizer) == {storage(weight)}
+
+
+def test_announced_updates_cover_what_no_optimizer_and_no_forward_writes() -> None:
+    module = torch.nn.BatchNorm1d(LARGE)
+    module.weight2 = torch.nn.Parameter(torch.zeros(LARGE))
+    table = torch.nn.Embedding(LARGE, 1, max_norm=1.0)
+    average, small = torch.zeros(LARGE), torch.zeros(2)
+    fence = OptimizerFence([("sgd", torch.optim.SGD([module.weight, module.bias]))], [module, table])
+    try:
+        tensors = [*module.parameters(), *module.buffers(), *table.parameters(), average, small]
+        fence.cover(tensors, SMALL_BYTES)
+        updates = fence.watched[-1]
+        assert updates.storages(SMALL_BYTES) == {storage(module.weight2), storage(average)}
+        assert not updates.trusted
+        fence.before_update()
+        assert updates.trusted
+        assert fence.take_stepped()
+    finally:
+        fence.close()
