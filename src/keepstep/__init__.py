@@ -21,6 +21,7 @@ from keepstep.errors import CaptureError, ConfigError, Error, IntegrityError, Ke
 from keepstep.types import Source, Stateful, Status, Survives
 
 if TYPE_CHECKING:
+    from keepstep.trainer.connection.job import find
     from keepstep.trainer.data.loader import Loader
     from keepstep.trainer.results import PendingSnapshot, Restored
     from keepstep.trainer.snapshotter import Snapshotter
@@ -42,6 +43,7 @@ __all__ = [
     "Status",
     "Survives",
     "__version__",
+    "find",
 ]
 
 _LAZY = {
@@ -49,6 +51,7 @@ _LAZY = {
     "PendingSnapshot": "keepstep.trainer.results",
     "Restored": "keepstep.trainer.results",
     "Snapshotter": "keepstep.trainer.snapshotter",
+    "find": "keepstep.trainer.connection.job",
 }
 
 

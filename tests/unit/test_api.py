@@ -29,8 +29,9 @@ PUBLIC = [
     "Status",
     "Survives",
     "__version__",
+    "find",
 ]
-NEEDS_TORCH = {"Loader", "PendingSnapshot", "Restored", "Snapshotter"}
+NEEDS_TORCH = {"Loader", "find", "PendingSnapshot", "Restored", "Snapshotter"}
 
 
 def run(code: str) -> str:

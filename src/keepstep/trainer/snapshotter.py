@@ -8,7 +8,6 @@ ever complete, and raises with a reason otherwise. The training thread alone cal
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -19,14 +18,7 @@ from keepstep.errors import ConfigError, Error
 from keepstep.trainer.capture.capture import Capture
 from keepstep.trainer.capture.grants import GrantReader, Skip, SlotGrant, TakeStatistics, TakeWait
 from keepstep.trainer.check.recorder import COMPLETE_S, StateRecorder, wait_for
-from keepstep.trainer.connection.environment import (
-    World,
-    find_identity,
-    find_place,
-    find_settings,
-    warn_about_shared_store,
-)
-from keepstep.trainer.connection.keeper_link import KeeperLink, RankState
+from keepstep.trainer.connection.job import TrainerJob
 from keepstep.trainer.data.batch_loop import BatchLoop, training_state
 from keepstep.trainer.memory.rank_arena import RankArena
 from keepstep.trainer.plan.state_planner import StatePlanner
@@ -37,30 +29,24 @@ from keepstep.types import Status, Version
 
 log = logging.getLogger("keepstep")
 
-_open_here: set[str] = set()
-
 
 class Snapshotter:
     """Keeps the state of this trainer. Use as a context manager; one per process and run."""
 
     def __init__(self, state: Mapping[str, Any], config: Config | None = None, *, loader: Any = None) -> None:
         """`loader`: what `batches` reads, a Loader or what one is made of. It becomes part of the state."""
-        self.config = find_settings(config)
         self._items, self._loader = training_state(state, loader)
-        self._place = find_place()
-        self._identity = find_identity(self.config, self._place)
-        warn_about_shared_store()
-        key = f"{os.getpid()}:{self._identity.key}"
-        if key in _open_here:
-            raise ConfigError("another Snapshotter of this run is open in this process", hint="close() it first")
-        self._rank = RankState()
-        self._link = KeeperLink.for_trainer(self._identity, self.config, self._place, self._rank)
+        self._job = TrainerJob.open(config)
+        self.config, self._place, self._rank, self._link = (
+            self._job.config,
+            self._job.place,
+            self._job.rank,
+            self._job.link,
+        )
         self._reporter = SnapshotReporter(self._link)
-        self._link.connect(self._reporter)
-        _open_here.add(key)
-        self._key = key
+        self._link.listen(self._reporter)
         self._fence = OptimizerFence(self._items.named_optimizers, self._items.modules)
-        self._planner = StatePlanner(self._items, self._fence, World.of(self._place), self.config)
+        self._planner = StatePlanner(self._items, self._fence, self._job.world, self.config)
         self._proof = LayoutProof(self._items)
         self._capture = Capture(self._place, self.config.take, self._fence, self._planner.plans, self._reporter)
         self._memory = RankArena(self._link, self._rank, self.config.arena)
@@ -98,7 +84,7 @@ class Snapshotter:
 
     def _restore(self, rehearsal: Callable[[], object] | None) -> Restored | None:
         watch = Stopwatch()
-        loading = RestoreRun(self.config, self._identity, self._place, self._items, self._link)
+        loading = RestoreRun(self.config, self._job.identity, self._place, self._items, self._link)
         restored = loading.run(rehearsal, self._planner.replication.prove, watch)
         # Before the first step: a state that cannot be planned, or needs too much memory, fails here.
         forecast = self._planner.forecast(restored._size if restored else None)
@@ -300,10 +286,9 @@ class Snapshotter:
             self._link.report_failure(error)
         self._capture.close()
         self._fence.close()
-        self._link.close(finished=error is None if finished is None else finished)
+        self._job.close(finished=error is None if finished is None else finished)
         self._memory.close()
         self._planner.close()
-        _open_here.discard(self._key)
         self._reporter.close()
 
     def __enter__(self) -> Self:

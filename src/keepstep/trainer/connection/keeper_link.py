@@ -135,9 +135,12 @@ class KeeperLink:
         assert self._incarnation is not None, "connect() comes first"
         return self._incarnation
 
-    def connect(self, listener: LinkListener) -> None:
-        """Register with the keeper of this node, started if there is none. Raises when there is none in time."""
+    def listen(self, listener: LinkListener) -> None:
+        """Receive what the keeper reports from now on: of snapshots, so before the first one."""
         self._listener = listener
+
+    def connect(self) -> None:
+        """Register with the keeper of this node, started if there is none. Raises when there is none in time."""
         deadline = time.monotonic() + START_S
         while True:
             try:

@@ -62,7 +62,7 @@ def connect(run: LocalRun, link: KeeperLink) -> None:
     start_keeper(run.identity, run.config())
     launcher = KeeperClient(run.identity, "launcher")
     launcher.request(LauncherHello(os.getpid()), Done, timeout_s=20)
-    link.connect(link._listener)  # type: ignore[arg-type]
+    link.connect()
     launcher.close()
 
 
@@ -73,7 +73,7 @@ def test_trainer_leaves_the_start_of_a_keeper_to_its_living_launcher(
     launcher = KeeperSupervisor(run.identity, run.config())
     launcher.status(timeout_s=20, patient=True)
     link = make_link(run, launcher_pid=os.getppid())
-    link.connect(link._listener)  # type: ignore[arg-type]
+    link.connect()
     try:
         for _ in range(3):
             pid = run.kill_keeper()
@@ -134,12 +134,12 @@ def test_keeper_of_the_run_before_ends_without_a_warning(run: LocalRun, caplog: 
     """Snapshotters that follow each other quickly in one process: the next one meets the keeper that is ending."""
     register = Register(0, 1, 0, 1, None, "", 0, 1, 2, -1)
     first = KeeperLink(run.identity, run.config(), register, RankState())
-    first.connect(first._listener)  # type: ignore[arg-type]
+    first.connect()
     pid = run.keeper_pid()
     second = EndedMeanwhileLink(run.identity, run.config(), register, RankState())
     second.last_trainer = first
     with caplog.at_level(logging.WARNING, logger="keepstep"):
-        second.connect(second._listener)  # type: ignore[arg-type]
+        second.connect()
     try:
         assert run.keeper_pid() != pid
         assert second.up
@@ -151,7 +151,7 @@ def test_keeper_of_the_run_before_ends_without_a_warning(run: LocalRun, caplog: 
 
 def test_keeper_that_ends_under_a_trainer_is_a_warning(run: LocalRun, caplog: pytest.LogCaptureFixture) -> None:
     link = KeeperLink(run.identity, run.config(), Register(0, 1, 0, 1, None, "", 0, 1, 2, -1), RankState())
-    link.connect(link._listener)  # type: ignore[arg-type]
+    link.connect()
     try:
         os.kill(run.keeper_pid(), signal.SIGTERM)
         wait_until(lambda: link.ended != "", what="the end of the keeper")
