@@ -31,6 +31,7 @@ ASIDE = {
         "keeper/coordinator/restore.py": "asked with every report, and has nothing to do",
         "keeper/node/restore.py": "asked with every order, and has nothing to do",
         "keeper/node/trainers.py": "the keeper's timer looks for orphans",
+        "trainer/data/fetch_watch.py": "looks at the first steps, and has nothing to do",
     },
     RESTORE: {
         "__init__.py": "the import of a name",
@@ -39,6 +40,7 @@ ASIDE = {
         "keeper/node/grants.py": "the first grant follows the restore",
         "keeper/transfer/protect.py": "parity of what was restored is built while the ranks still load",
         "launcher/crash_loops.py": "counts the failure, and has nothing to do",
+        "trainer/data/batch_loop.py": "finds the loader among the objects",
         "trainer/check/recorder.py": "asks the environment whether keepstep check runs",
     },
 }

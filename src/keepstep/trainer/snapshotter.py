@@ -20,6 +20,7 @@ from keepstep.trainer.capture.grants import GrantReader, Skip, SlotGrant, TakeSt
 from keepstep.trainer.check.recorder import COMPLETE_S, StateRecorder, wait_for
 from keepstep.trainer.connection.job import TrainerJob
 from keepstep.trainer.data.batch_loop import BatchLoop, training_state
+from keepstep.trainer.data.fetch_watch import FetchWatch
 from keepstep.trainer.memory.rank_arena import RankArena
 from keepstep.trainer.plan.state_planner import StatePlanner
 from keepstep.trainer.restore.restore import LayoutProof, RestoreRun, Stopwatch, short_switch_interval
@@ -52,6 +53,7 @@ class Snapshotter:
         self._memory = RankArena(self._link, self._rank, self.config.arena)
         self._grants, self._takes = GrantReader(self._link, self._memory), TakeStatistics()
         self._recorder = StateRecorder.from_environment(self._items, self._place.rank, self._place.world_size)
+        self._fetches = FetchWatch(self._items.optimizers, [self._loader] if self._loader is not None else [])
         self._batch_loop: BatchLoop | None = None
         self._is_restored = False  # `restore` has returned.
         self._next_step = 0  # as `restore` left it
@@ -115,6 +117,7 @@ class Snapshotter:
         self._check_open()
         if not self._is_restored:
             self.restore()
+        self._fetches.close()
         if self._batch_loop is None:
             self._batch_loop = BatchLoop(self._loader, self._fence, self._next_step)
         while True:
@@ -167,6 +170,7 @@ class Snapshotter:
         return pending
 
     def _take(self, step: int) -> PendingSnapshot:
+        self._fetches.check()
         if step <= self._rank.step:
             return self._skip(step, f"steps must grow: the last one was {self._rank.step}")
         self._act_on_reports()
@@ -286,6 +290,7 @@ class Snapshotter:
             self._link.report_failure(error)
         self._capture.close()
         self._fence.close()
+        self._fetches.close()
         self._job.close(finished=error is None if finished is None else finished)
         self._memory.close()
         self._planner.close()

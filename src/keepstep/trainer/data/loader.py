@@ -39,6 +39,7 @@ class Loader(DataLoader[Any]):
         self.epoch = 0  # The number of the pass that is going on, or comes next. `Snapshotter.batches` counts it.
         self._newest: weakref.ref[LoaderPass] | None = None
         self._progress = PassProgress()  # of the newest pass
+        self._given_before = 0  # batches of the passes before it
         self._resumes = False  # The next pass goes on with the one of the snapshot.
         self._num_given = 0  # batches of that pass
         self._set_rng: Callable[[], object] = _leave
@@ -50,6 +51,7 @@ class Loader(DataLoader[Any]):
             progress = PassProgress(self._num_given, resumed_at=self._num_given)
         else:
             batches, progress = self._source.begin(), PassProgress()
+        self._given_before = self.num_given
         newest = LoaderPass(batches, progress, self._set_rng)
         self._resumes, self._set_rng = False, _leave
         self._progress, self._newest = progress, weakref.ref(newest)
@@ -62,6 +64,11 @@ class Loader(DataLoader[Any]):
         """Begin an epoch: for all samplers, and for an iterable dataset."""
         self.epoch = epoch
         set_all_epochs(self._wrapped, epoch)
+
+    @property
+    def num_given(self) -> int:
+        """Batches that were given in this process."""
+        return self._given_before + self._progress.num_given - (self._progress.resumed_at or 0)
 
     @property
     def resumes(self) -> bool:
