@@ -6,10 +6,11 @@ with one without keepstep: parameters, optimizer, scheduler, losses, random stat
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
-from transformers_trials import Place, Server, Trial, run_trial
+from transformers_trials import Place, Server, Trial, check_lives, compare, run_torchrun, run_trial
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(900)
@@ -93,3 +94,46 @@ def test_ddp_on_three_ranks_rehearses_by_itself(accumulation: int, server: Serve
     life = {"accumulation": accumulation, "samples": 50 * accumulation, "epochs": 1}
     options = {"ddp_find_unused_parameters": False}  # with it DDP sums in one order from the first step on
     run_trial(Trial(kills, life, options, ranks=3), server, places)
+
+
+def test_job_under_torchrun(places: list[Place]) -> None:
+    trial = Trial(
+        "0@3:substep 1@7:evaluating 0@13:took 1@13:begin 0@20:took 1@26:epoch_end", {"noise": True, "samples": 104},
+        EVERY_7_STEPS, ranks=2,
+    )  # fmt: skip
+    bare, killed = Place(), Place()
+    places += [bare, killed]
+    run_torchrun(trial.request(bare, kept=""), bare, trial.ranks)
+    run_torchrun(trial.request(killed, kept="class", kills=tuple(trial.kills.split())), killed, trial.ranks)
+    killed.check_no_trace()
+    check_lives(trial, killed)
+    compare(bare, killed, trial.ranks)
+
+
+def test_memory_goes_before_the_checkpoint_and_the_checkpoint_is_loaded_without_it(
+    server: Server, places: list[Place]
+) -> None:
+    """A checkpoint that a kill left half written is not looked at while there is a snapshot."""
+    options = {"save_strategy": "steps", "save_steps": 5, **EVERY_7_STEPS}
+    truth, memory, disk, bare = Place(), Place(), Place(), Place()
+    places += [truth, memory, disk, bare]
+    trial = Trial("5:save 8:took 12:begin", {"epochs": 1}, options)
+    server.finish(trial.request(truth, kept=""), truth)
+
+    life = trial.request(memory, kept="class", kills=tuple(trial.kills.split()))
+    assert server.live(life, memory, 1) == [-9]
+    (memory.out / "checkpoints" / "checkpoint-5" / "trainer_state.json").write_text("half")
+    server.finish({**life, "resume": True}, memory)
+    check_lives(trial, memory)
+    compare(truth, memory, 1)
+
+    for place in (disk, bare):
+        shutil.copytree(truth.out / "checkpoints", place.out / "checkpoints")
+        shutil.rmtree(place.out / "checkpoints" / "checkpoint-10")
+        shutil.rmtree(place.out / "checkpoints" / "checkpoint-13")
+    server.finish({**trial.request(bare, kept=""), "resume": True}, bare)
+    from_disk = Trial("8:took 12:substep", trial.life, options)
+    life = from_disk.request(disk, kept="class", kills=tuple(from_disk.kills.split()))
+    server.finish({**life, "resume": True}, disk)
+    check_lives(from_disk, disk)
+    compare(bare, disk, 1)

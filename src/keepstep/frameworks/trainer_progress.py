@@ -17,6 +17,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerState
 
+from keepstep import values as codec
 from keepstep.errors import RecoveryError
 from keepstep.frameworks.batch_order import BatchOrder
 from keepstep.types import Stateful
@@ -29,11 +30,14 @@ RUNNING = (
     "_initial_num_input_tokens_seen", "current_flos",
 )  # fmt: skip
 RUNNING_IN_TRL = ("_metrics", "_total_train_tokens")
-# Follows from the arguments and the place of this process.
-DERIVED = frozenset({
+# Follows from the arguments and the place of this process, or is kept elsewhere.
+NOT_KEPT = frozenset({
+    "log_history",  # kept by block
     "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size",
     "is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params",
 })  # fmt: skip
+RECORDS_IN_BLOCK = 256
+OPEN_RECORDS = 64  # Callbacks may still write into the newest records.
 PLAIN = (bool, int, float, str, type(None))
 SIZED = (list, dict, set, deque)
 
@@ -58,6 +62,7 @@ class TrainerProgress:
         self._names = (*RUNNING, *RUNNING_IN_TRL, *names)
         self._restored: Mapping[str, Any] | None = None  # and not applied yet
         self._eval_loaders: set[str] = set()  # of workers that stay, made before the restart and not yet after it
+        self._history = HistoryBlocks()
         self._watch = _UncapturedState(trainer, self._names)
         self.position = EpochPosition()
 
@@ -75,6 +80,7 @@ class TrainerProgress:
             "position": asdict(self.position),
             "attributes": {name: getattr(trainer, name) for name in self._names if hasattr(trainer, name)},
             "state": {field: getattr(state, field) for field in _state_fields()},
+            "history": self._history.state_of(state.log_history),
             "control": trainer.control.state()["args"],
             "callbacks": [[name, _state_of(callback)] for name, callback in self._stateful_callbacks()],
             "order": self._order.state_dict(self.position.num_batches),
@@ -106,6 +112,7 @@ class TrainerProgress:
         assert self._restored is not None
         for name, value in self._restored["state"].items():
             setattr(self._trainer.state, name, value)
+        self._trainer.state.log_history = records_of(self._restored["history"])
 
     def apply(self) -> None:
         """Set everything else: the next thing is what followed the snapshot."""
@@ -139,6 +146,30 @@ class TrainerProgress:
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, (ExportableState, Stateful)):
                 yield _name(callback), callback
+
+
+class HistoryBlocks:
+    """Encodes each record of a history once: what has long been logged changes no more."""
+
+    def __init__(self) -> None:
+        self._blocks: list[bytes] = []
+        self._last: Any = None  # the last record in a block
+
+    def state_of(self, history: list[Any]) -> dict[str, Any]:
+        size = len(self._blocks) * RECORDS_IN_BLOCK
+        if self._blocks and (size > len(history) or history[size - 1] is not self._last):
+            self._blocks.clear()  # another list
+            size = 0
+        while size + RECORDS_IN_BLOCK + OPEN_RECORDS <= len(history):
+            block = history[size : size + RECORDS_IN_BLOCK]
+            self._blocks.append(codec.encode(block, path="trainer.state.log_history"))
+            self._last, size = block[-1], size + RECORDS_IN_BLOCK
+        return {"blocks": list(self._blocks), "rest": history[size:]}
+
+
+def records_of(saved: Mapping[str, Any]) -> list[Any]:
+    """The history that `HistoryBlocks` encoded."""
+    return [*(record for block in saved["blocks"] for record in codec.decode(block)), *saved["rest"]]
 
 
 class _UncapturedState:
@@ -198,7 +229,7 @@ def _name(thing: Any) -> str:
 
 
 def _state_fields() -> list[str]:
-    return [field.name for field in dataclasses.fields(TrainerState) if field.name not in DERIVED]
+    return [field.name for field in dataclasses.fields(TrainerState) if field.name not in NOT_KEPT]
 
 
 def _state_of(callback: Any) -> Any:
