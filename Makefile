@@ -12,7 +12,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 FAST_LOG := .tests-computing.log
 
-.PHONY: demo test lint unit docs chaos bench clean
+.PHONY: demo test lint unit docs chaos fuzz bench clean
 
 demo: $(STAMP)
 	$(BIN)/keepstep demo --out demo-out
@@ -38,6 +38,10 @@ unit: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python -m pytest -m chaos
+
+# Bad bytes for everything that reads from outside: two minutes for each of twelve targets.
+fuzz: $(STAMP)
+	FUZZ_S=120 $(BIN)/python -m pytest tests/fuzz
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_take.py --out benchmarks/results/take.json

@@ -75,7 +75,7 @@ class DocumentSigner:
         except ValueError:
             self.ignore(key, "it is no document of keepstep")
             return None
-        if not hmac.compare_digest(mac, self._mac(key, serial, text)):
+        if not hmac.compare_digest(mac.encode(), self._mac(key, serial, text).encode()):
             reason = "it is not signed" if mac == UNSIGNED else "its signature is wrong"
             self.ignore(key, f"{reason}: somebody else wrote it, or with another secret_file")
             return None

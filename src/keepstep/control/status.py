@@ -41,7 +41,7 @@ def decode_status(encoded: bytes) -> Status:
     """A status as a keeper sent it."""
     try:
         return msgspec.convert(without_controls(msgspec.json.decode(encoded)), Status)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise KeeperError(
             f"the keeper answered with a status that this keepstep cannot read: {error}",
             hint="use one version of keepstep on the node",

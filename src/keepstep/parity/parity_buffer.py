@@ -118,7 +118,7 @@ class ParityBuffer:
             raise IntegrityError("the manifests beside the parity are damaged")
         try:
             meta = msgspec.msgpack.decode(raw, type=ParityGroup)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise IntegrityError(f"the manifests beside the parity cannot be read: {error}") from error
         if (meta.run_id, meta.node_id) != (run_id, node_id):
             raise IntegrityError(f"the parity belongs to run {meta.run_id!r} on node {meta.node_id!r}")

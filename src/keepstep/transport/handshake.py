@@ -211,7 +211,7 @@ class ListeningHandshake(Handshake):
         self._check(proof, b"dialer")
         try:
             identity = msgspec.msgpack.decode(body, type=PeerIdentity)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise AuthError(f"bad identity: {error}") from error
         if (identity.wanted_node_id, identity.wanted_instance) != (self._me.node_id, self._me.instance):
             raise AuthError(f"wants {identity.wanted_node_id}/{identity.wanted_instance}, not this keeper")

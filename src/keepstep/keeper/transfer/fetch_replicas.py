@@ -105,7 +105,7 @@ class ReplicaIndex:
                 source = ChunkSource(node_id, request, MAX_MANIFEST_BYTES, None)
                 raw = fetch_bytes(client, ASKING, source, timeout_s=timeout_s, stopped=stopped)
                 self._add(node_id, _decoder.decode(raw))
-            except (SourceFailedError, msgspec.DecodeError):
+            except (SourceFailedError, msgspec.DecodeError, RecursionError):
                 continue  # What only this node held is decoded, or the chunk that needs it cannot be obtained.
 
     def _add(self, node_id: str, held: list[HeldReplicas]) -> None:

@@ -293,7 +293,7 @@ def _blame(source: ChunkSource) -> Iterator[None]:
     """Turn what cannot be decoded into a failure of its source: the next plan does without it."""
     try:
         yield
-    except (IntegrityError, msgspec.DecodeError, IndexError, KeyError) as error:
+    except (IntegrityError, msgspec.DecodeError, IndexError, KeyError, RecursionError) as error:
         raise SourceFailedError(source, FetchError(source.node_id, str(error) or repr(error), lost=False)) from error
 
 

@@ -151,7 +151,7 @@ class KeeperNetwork:
         """
         try:
             request = _request_decoder.decode(query)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise Refusal(f"not a request: {error}") from error
         if request.kind == REBUILT:
             return self._rebuilder.rebuild(request)

@@ -146,7 +146,9 @@ class Rebuilder:
                     stripes.decode(lost, read.buffers, out)
         except (OSError, Error) as error:
             raise Refusal(str(error)) from error
-        except (SourceFailedError, StoppedError, IndexError, KeyError, ValueError, msgspec.DecodeError) as error:
+        except (
+            SourceFailedError, StoppedError, IndexError, KeyError, ValueError, msgspec.DecodeError, RecursionError,
+        ) as error:  # fmt: skip
             raise Refusal(f"cannot be rebuilt here: {error}") from error
         return Body(lost.chunk.size_bytes, lost.chunk.digest, data=out)
 

@@ -143,7 +143,7 @@ def decode(data: bytes, version: Version) -> NodeManifest:
         manifest = _decoder.decode(data)
         for rank in manifest.ranks:
             rank.check()
-    except (msgspec.DecodeError, ValueError, OSError, struct.error) as error:
+    except (msgspec.DecodeError, ValueError, OSError, struct.error, RecursionError) as error:
         raise IntegrityError(f"a manifest cannot be read: {error}") from error
     if any(other != version for other in (manifest.version, *(rank.trainer.version for rank in manifest.ranks))):
         raise IntegrityError(f"a manifest is not of {version}, or mixes versions")
