@@ -24,11 +24,13 @@ FOUND = [
     ("naive/accelerate_loop.py", "", {}, {"refused", "no snapshot"}),
     ("naive/accelerate_loop.py", "", {"STATEFUL": "1"}, {"position", "random"}),
     ("naive/lightning_callback.py", "", {}, {"position", "random"}),
-    ("naive/id_keys.py", "", {}, {"refused", "keys"}),
+    ("naive/id_keys.py", "", {}, {"refused", "keys", "no snapshot"}),
 ]
 EXACT = [
     ("prefetch.py", "", {"CARRIED": "1"}),
+    ("prefetch.py", "", {"BATCHES": "1"}),
     ("naive/mingpt_ddp.py", RANKS_2, {"FIXED": "1"}),
+    ("naive/mingpt_ddp.py", RANKS_2, {"BATCHES": "1"}),
     ("naive/multigpu_torchrun.py", RANKS_2, {"FIXED": "1"}),
     ("naive/id_keys.py", "", {"FIXED": "1"}),
     ("naive/accelerate_loop.py", "", {"FIXED": "1"}),

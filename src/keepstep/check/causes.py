@@ -28,8 +28,9 @@ from keepstep.control.check_events import BUFFER, GENERATOR, MODULE, OPTIMIZER, 
 MAX_NAMES = 3
 REHEARSED_RANKS = 3  # from so many on, torch's DDP sums the first step of a process in another order
 OWN_DATA = (
-    "give the loader to the Snapshotter (with a state_dict), take() before the next batch is asked for, or "
-    "keep what is fetched ahead in a dict of the state"
+    "let keepstep ask for the batches: Snapshotter(state, loader=loader) and "
+    "`for epoch, batch in snapshots.batches(...)`; or keep what is fetched ahead, and the place in the data, in the "
+    "state"
 )
 # What lies outside the state, the most telling kind first.
 _OUTSIDE = {

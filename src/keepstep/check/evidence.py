@@ -33,8 +33,8 @@ class Evidence:
     draws_first: bool = False  # the undisturbed run draws random numbers before that forward pass
     drawn_before_take: bool = False  # and it drew some between optimizer.step() and the `take` before
     evaluates: bool = False  # and evaluates between that `take` and that forward pass
-    no_step: bool = False  # no optimizer stepped before the `take`, in the undisturbed run
-    no_step_before: bool = False  # the same of the `take` before
+    no_step: bool = False  # an optimizer stepped before the `take` in the undisturbed run only
+    no_step_before: bool = False  # none stepped before the `take` before, in the undisturbed run
     workers: bool = False  # a DataLoader has workers
 
 
@@ -65,7 +65,7 @@ def gather_evidence(
         draws_first=earlier is not None and bool(compare_random(earlier.state, start.state)),
         drawn_before_take=earlier is not None and earlier.trace.drawn,
         evaluates=start.evaluated_first,
-        no_step=not start.stepped,
+        no_step=start.stepped and not other.stepped,
         no_step_before=earlier is not None and not earlier.trace.stepped,
         workers=any(path.startswith(f"{WORKERS} ") and text != "0" for path, text in expected.around.items()),
     )

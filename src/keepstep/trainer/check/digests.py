@@ -21,6 +21,7 @@ from keepstep.values import InlineTensor, TensorRef
 SHORT = 48  # characters of a value that is recorded as it is
 MAX_ITEMS = 64  # A longer list is one digest.
 RNG = "rng"
+NOTED = (".source.order", ".source.first", ".source.pool")
 
 
 def read_state(objects: StateObjects, kinds: Collection[str] | None = None) -> dict[str, str]:
@@ -39,7 +40,11 @@ def read_state(objects: StateObjects, kinds: Collection[str] | None = None) -> d
             parts[f"{path}.generators"] = generators
     digests: dict[str, str] = {}
     for path, value in leaves("", parts):
-        if isinstance(value, TensorRef):
+        if type(value) is bytes and value and path.endswith(NOTED):
+            # What a keepstep.Loader notes of random states is compared as those are.
+            noted = codec.decode(value)
+            digests |= {f"{RNG}.{path}.{name}": value_text(state) for name, state in noted.items()}
+        elif isinstance(value, TensorRef):
             digests[path] = tensor_digest(states.local_part(tensors[value.index], path))
         else:
             digests[path] = value_text(value)

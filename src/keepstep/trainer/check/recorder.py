@@ -26,7 +26,7 @@ from keepstep.control.check_events import (
     read_orders,
 )
 from keepstep.errors import Error
-from keepstep.trainer.check.digests import read_state
+from keepstep.trainer.check.digests import RNG, read_state
 from keepstep.trainer.check.event_log import EventLog, KillSwitch
 from keepstep.trainer.check.step_watch import StepWatch
 from keepstep.trainer.check.surroundings import read_surroundings
@@ -108,7 +108,7 @@ def wait_for(is_done: Callable[[], bool], timeout_s: float = GRANT_S) -> None:
 
 
 def _is_below(path: str, tops: set[str]) -> bool:
-    return any(path == top or path.startswith(f"{top}.") for top in tops)
+    return any(path == top or path.startswith((f"{top}.", f"{RNG}.{top}.")) for top in tops)
 
 
 def _output() -> tuple[str, int]:

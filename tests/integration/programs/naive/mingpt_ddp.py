@@ -1,7 +1,7 @@
 """The trainer of minGPT-ddp (pytorch/examples) with keepstep's lines: two ranks, two loader workers, evaluation.
 
 FIXED=1: an epoch whose last step is done is entered again, what was done is skipped, and random states are set at the
-first batch that is new.
+first batch that is new. BATCHES=1: keepstep asks for the batches.
 """
 
 import os
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import keepstep
 
-FIXED = os.environ.get("FIXED") == "1"
+FIXED, BATCHES = os.environ.get("FIXED") == "1", os.environ.get("BATCHES") == "1"
 VOCABULARY, BLOCK = 11, 6
 
 
@@ -36,7 +36,9 @@ class Trainer:
         self.test_loader = self._prepare(test_dataset)
         self.model = DistributedDataParallel(model)
         self.global_step = 0
-        self.snapshots = keepstep.Snapshotter({"model": self.model, "optimizer": optimizer})
+        self.progress = {"step": 0}
+        state = {"model": self.model, "optimizer": optimizer, "progress": self.progress}
+        self.snapshots = keepstep.Snapshotter(state, loader=self.train_loader if BATCHES else None)
         self.restored = self.snapshots.restore()
         if self.restored:
             self.global_step = self.restored.step + 1
@@ -51,20 +53,30 @@ class Trainer:
                 continue
             if skip and index == skip:
                 self.restored.restore_rng()
-            self.model.train(train)
-            with torch.set_grad_enabled(train):
-                loss = cross_entropy(self.model(x).view(-1, VOCABULARY), y.reshape(-1))
+            self._run_batch(epoch, x, y, train)
             if train:
-                self.optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                self.optimizer.step()
-                print(
-                    f"[RANK{dist.get_rank()}] Epoch {epoch} | Iter {index} | Train Loss {loss.item():.5f}", flush=True
-                )
                 self.snapshots.take(self.global_step)
                 self.global_step += 1
         if skip and skip == len(loader):
             self.restored.restore_rng()
+
+    def _run_batch(self, epoch, x, y, train):
+        self.model.train(train)
+        with torch.set_grad_enabled(train):
+            loss = cross_entropy(self.model(x).view(-1, VOCABULARY), y.reshape(-1))
+        if train:
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            self.optimizer.step()
+            print(f"[RANK{dist.get_rank()}] Epoch {epoch} | Train Loss {loss.item():.5f}", flush=True)
+
+    def train_by_batches(self, epochs):
+        for epoch, (x, y) in self.snapshots.batches(epochs=epochs):
+            self._run_batch(epoch, x, y, True)
+            self.progress["step"] += 1
+            if self.progress["step"] % len(self.train_loader) == 0:
+                self._run_epoch(epoch, self.test_loader, False)
+        self.snapshots.close()
 
     def train(self, epochs):
         length = len(self.train_loader)
@@ -83,7 +95,11 @@ def main():
     layers = (torch.nn.Embedding(VOCABULARY, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, VOCABULARY))
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    Trainer(model, optimizer, Characters(70), Characters(40)).train(3)
+    trainer = Trainer(model, optimizer, Characters(70), Characters(40))
+    if BATCHES:
+        trainer.train_by_batches(3)
+    else:
+        trainer.train(3)
     dist.destroy_process_group()
 
 
