@@ -129,6 +129,13 @@ def test_expert_parallel_training_with_biases_of_the_router_ends_equal(jobs: tup
     assert any("expert_bias" in line for line in kept.read("final", 0))
 
 
+@pytest.mark.parametrize("case", ["tp", "pp-ep"])
+def test_four_ranks_with_two_dimensions_of_parallelism_end_equal(jobs: tuple[Job, Job], case: str) -> None:
+    for job in jobs:
+        job.ranks = 4
+    prove(jobs, case, "3@1:saved 1@5:forward 2@9:update")
+
+
 def test_training_with_two_loader_workers_ends_equal(jobs: tuple[Job, Job]) -> None:
     prove(jobs, "workers", "0@1:saved 1@4:forward 0@6:update 1@9:taking 0@12:update")
 
@@ -146,10 +153,18 @@ def test_validation_that_is_repeated_before_the_first_step_of_a_pipeline_changes
 def test_checkpoints_on_disk_are_written_as_without_keepstep(jobs: tuple[Job, Job]) -> None:
     disk = ("--checkpoint.enable", "--checkpoint.interval", "4")
     kept, plain = jobs
-    prove(jobs, "fsdp", "0@4:written 1@6:saved 0@8:saved 1@12:written 0@12:saved", *disk)
+    prove(jobs, "fsdp", "0@4:written 1@6:saved 0@8:writing 1@12:writing 0@12:saved", *disk)
     for job in (kept, plain):
         folders = sorted(path.parent.name for path in job.out.glob("dump/checkpoint/step-*/.metadata"))
         assert folders == ["step-12", "step-4", "step-8"]
+
+
+def test_exception_on_all_ranks_leaves_the_memory_to_the_restart(jobs: tuple[Job, Job]) -> None:
+    kept, plain = jobs
+    plain.run("fsdp", keep="")
+    kept.run("fsdp", "--raise=5")
+    assert kept.restored == ["None", "4"]
+    kept.assert_equal(plain)
 
 
 def test_run_without_memory_begins_from_the_disk(jobs: tuple[Job, Job]) -> None:

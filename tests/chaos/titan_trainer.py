@@ -1,13 +1,13 @@
 """torchtitan's own training on the CPU, recorded and killed at chosen instants. Not a test.
 
-    titan_trainer.py OUT CASE [--kill=RANK@STEP:INSTANT ...] [flags of torchtitan]
+    titan_trainer.py OUT CASE [--kill=RANK@STEP:INSTANT ...] [--raise=STEP] [flags of torchtitan]
 
 A case is one of CASES. Files in OUT, which grow: steps-RANK has each step's losses, gradient norm and batches,
 validated-RANK each validation, restored-RANK what was restored. final-RANK has digests of the whole state at the end.
 
-Instants: `forward`, `second` (the second forward pass of a step), `update` (between optimizer and scheduler), `written`
-(the checkpoint on disk is there, the step is not captured), `taking` (the copy has begun), `saved` (its version is
-complete), `validation`.
+Instants: `forward`, `second` (the second forward pass of a step), `update` (between optimizer and scheduler), `writing`
+(a checkpoint on disk begins), `written` (`take` is called), `taking` (the copy has begun), `saved` (its version is
+complete), `validation`. `--raise`: all ranks fail by an exception in that step, once.
 
 torchtitan needs a GPU. Replaced here: device, memory statistics, FlexAttention, fused AdamW, tokenizer, dataset.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import math
 import os
 import random
 import signal
@@ -36,6 +37,7 @@ import torchtitan.distributed.utils as distributed  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
@@ -51,6 +53,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 STEPS = 12
 OUT = Path()
 KILLS: set[str] = set()
+RAISE_AT = -1
 TAKEN: list[Any] = []
 RUNNING: Any = None
 
@@ -73,6 +76,11 @@ CASES = {
     "tp": Case({"tensor_parallel_degree": 2}),
     "pp": Case({"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}, rows=4),
     "ep": Case({"expert_parallel_degree": 2}, model="deepseek_v3"),
+    "pp-ep": Case(
+        {"pipeline_parallel_degree": 2, "expert_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
+        model="deepseek_v3",
+        rows=4,
+    ),
 }
 
 
@@ -81,7 +89,7 @@ def configure(name: str) -> Any:
     case = CASES[name]
     world = int(os.environ["WORLD_SIZE"])
     degrees = ("tensor_parallel_degree", "pipeline_parallel_degree")
-    replicas = world // max(case.parallelism.get(degree, 1) for degree in degrees)
+    replicas = world // math.prod(case.parallelism.get(degree, 1) for degree in degrees)
     optimizer = default_adamw(lr=8e-3)
     optimizer.implementation = "for-loop"
     plain = Trainer.Config(
@@ -163,6 +171,12 @@ class RecordedTrainer(Trainer):
     def forward_backward_step(self, **arguments: Any) -> Any:
         self.passes += 1
         self.instant("forward" if self.passes == 1 else "second")
+        mark = self.file("raised")
+        if self.step == RAISE_AT and not mark.exists():
+            if TAKEN:
+                TAKEN[-1].wait(timeout_s=60)
+            mark.touch()
+            raise RuntimeError("an exception of this step")
         return super().forward_backward_step(**arguments)
 
     def post_dataloading_process(self, input_dict: Any, labels: Any) -> Any:
@@ -268,6 +282,7 @@ def adapt() -> None:
     Decoder.get_attention_masks = lambda self, positions: None
     if "arg_mbs" not in inspect.signature(PipelineScheduleMulti.step).parameters:
         PipelineScheduleMulti.step = PipelineScheduleSingle.step = step_microbatches
+    CheckpointManager.dcp_save = before(CheckpointManager.dcp_save, lambda *_, **__: RUNNING.instant("writing"))
     DATASETS["numbers"] = DatasetConfig(path="", loader=numbers, sample_processor=lambda sample: sample["text"])
 
 
@@ -309,8 +324,10 @@ def watch_takes() -> None:
     def take_granted(self: Snapshotter, step: int) -> Any:
         wait_for_grant(self, 60)
         RUNNING.instant("written")
-        TAKEN.append(take(self, step))
-        return TAKEN[-1]
+        pending = take(self, step)
+        if not pending.skipped:
+            TAKEN.append(pending)
+        return pending
 
     def restore_recorded(self: Snapshotter) -> Any:
         restored = restore(self)
@@ -322,11 +339,12 @@ def watch_takes() -> None:
 
 
 def start(arguments: list[str]) -> None:
-    global OUT
+    global OUT, RAISE_AT
     OUT = Path(arguments.pop(0))
     case = arguments.pop(0)
     KILLS.update(option.removeprefix("--kill=") for option in arguments if option.startswith("--kill="))
-    flags = [option for option in arguments if not option.startswith("--kill=")]
+    RAISE_AT = max((int(option[8:]) for option in arguments if option.startswith("--raise=")), default=-1)
+    flags = [option for option in arguments if not option.startswith(("--kill=", "--raise="))]
     adapt()
     random.seed(7)  # torchtitan seeds torch only
     if any("keepstep" in flag for flag in flags):
