@@ -129,11 +129,10 @@ def test_expert_parallel_training_with_biases_of_the_router_ends_equal(jobs: tup
     assert any("expert_bias" in line for line in kept.read("final", 0))
 
 
-@pytest.mark.parametrize("case", ["tp", "pp-ep"])
-def test_four_ranks_with_two_dimensions_of_parallelism_end_equal(jobs: tuple[Job, Job], case: str) -> None:
+def test_tensor_parallel_training_that_is_sharded_too_ends_equal(jobs: tuple[Job, Job]) -> None:
     for job in jobs:
         job.ranks = 4
-    prove(jobs, case, "3@1:saved 1@5:forward 2@9:update")
+    prove(jobs, "tp", "3@1:saved 1@5:forward 2@9:update")
 
 
 def test_training_with_two_loader_workers_ends_equal(jobs: tuple[Job, Job]) -> None:

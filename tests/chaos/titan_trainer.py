@@ -76,11 +76,6 @@ CASES = {
     "tp": Case({"tensor_parallel_degree": 2}),
     "pp": Case({"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}, rows=4),
     "ep": Case({"expert_parallel_degree": 2}, model="deepseek_v3"),
-    "pp-ep": Case(
-        {"pipeline_parallel_degree": 2, "expert_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
-        model="deepseek_v3",
-        rows=4,
-    ),
 }
 
 

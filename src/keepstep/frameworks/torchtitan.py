@@ -9,6 +9,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +61,7 @@ class MemoryCheckpointManager(BaseCheckpointManager):
             **({} if dataloader is None else {"dataloader": dataloader}),
             **states,
         }
+        _copy_states_of_workers(dataloader)
         self._snapshots: Snapshotter | None = None
         self._disk = config.disk.build(
             dataloader=dataloader, model_parts=model_parts, optimizers=optimizers,
@@ -99,6 +103,21 @@ class MemoryCheckpointManager(BaseCheckpointManager):
         trainer = self._trainer
         if trainer.config.validator.enable and trainer.validator.should_validate(trainer.step):
             trainer.validator.validate(trainer.model_parts, trainer.step)
+
+
+def _copy_states_of_workers(loader: Any) -> None:
+    """Let loader workers report copies of their position.
+
+    torchtitan's datasets report their live buffers. torchdata, which sends what changed since the last report, then
+    compares them with themselves, and what it sends is wrong.
+    """
+    dataset: Any = getattr(loader, "dataset", None)
+    if getattr(loader, "num_workers", 0) and hasattr(dataset, "state_dict"):
+        dataset.state_dict = functools.partial(_copy_of, dataset.state_dict)
+
+
+def _copy_of(state_dict: Callable[[], Any]) -> Any:
+    return copy.deepcopy(state_dict())
 
 
 @override(target=BaseCheckpointManager.Config, description="every step in memory, by keepstep")
