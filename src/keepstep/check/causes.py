@@ -274,7 +274,7 @@ def _other_data(evidence: Evidence) -> Cause:
         return Cause(
             "workers",
             "the step began equal, and its batch differs: loader workers draw by themselves, or the place in the data "
-            "is lost", f"seed per (epoch, index) in the dataset; {OWN_DATA}",
+            "is lost", f"a keepstep.Loader restores what workers draw; {OWN_DATA}",
         )  # fmt: skip
     names = _names(evidence.around_start) if evidence.around_start else ""
     hint = f" ({names} differs)" if names else ""
