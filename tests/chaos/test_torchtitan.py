@@ -20,10 +20,10 @@ import pytest
 
 from keepstep.testing.run import LocalRun
 
+MISSING = [name for name in ("torchtitan", "triton") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec("torchtitan") is None,
-        reason="torchtitan is not installed: pip install 'keepstep[torchtitan]' in an environment with torch 2.13",
+        bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: pip install 'keepstep[torchtitan]' triton"
     ),
     pytest.mark.timeout(900),
 ]
