@@ -99,7 +99,7 @@ def test_restore_returns_before_the_memory_is_reserved_and_takes_are_skipped_unt
 ) -> None:
     training, gate = Training(), Gate()
     with (
-        caplog.at_level(logging.INFO, "keepstep"),
+        caplog.at_level(logging.DEBUG, "keepstep"),
         effects(gate),
         keepstep.Snapshotter({"model": training.model}, run.config()) as snapshots,
     ):

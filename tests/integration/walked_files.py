@@ -41,6 +41,7 @@ ASIDE = {
         "keeper/transfer/protect.py": "parity of what was restored is built while the ranks still load",
         "launcher/crash_loops.py": "counts the failure, and has nothing to do",
         "trainer/data/batch_loop.py": "finds the loader among the objects",
+        "trainer/connection/exit_watch.py": "waits for the end of the program",
         "trainer/check/recorder.py": "asks the environment whether keepstep check runs",
     },
 }

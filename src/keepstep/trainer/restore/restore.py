@@ -26,7 +26,6 @@ from keepstep.errors import CaptureError, IntegrityError
 from keepstep.identity import Identity
 from keepstep.layout import SnapshotSize
 from keepstep.parity.gpu import batches as parity
-from keepstep.trainer.connection.console import inform
 from keepstep.trainer.connection.environment import RankPlace
 from keepstep.trainer.connection.keeper_link import KeeperLink
 from keepstep.trainer.data.loader import Loader
@@ -180,7 +179,7 @@ class RestoreRun:
         if self.place.rank == 0:
             size, run_id = f"{restored.bytes / 1e9:.3g} GB", self.identity.run_id
             source = f"{restored.source.value}, {size} in {restored.duration_s:.1f} s"
-            inform(f"restored step {restored.step} of run {run_id!r} from {source}")
+            _inform(f"restored step {restored.step} of run {run_id!r} from {source}")
             if restored.note:
                 log.warning(restored.note)
 
@@ -242,6 +241,14 @@ def _read_snapshot(
         tree, layout, payload, chunks, prints, UploadQueue(uploader, view.arena.segment, payload_span.offset),
         values_bytes=values_span.size_bytes,
     )  # fmt: skip
+
+
+def _inform(text: str) -> None:
+    """Log at INFO. Where nothing handles the logs of keepstep, Python would drop it: print it to standard error."""
+    if log.hasHandlers():
+        log.info(text)
+    else:
+        print(f"keepstep: {text}", file=sys.stderr, flush=True)
 
 
 def _note(answer: RestoreFrom, run_id: str) -> str:
