@@ -40,6 +40,8 @@ class Saver(Protocol):
         """The process that holds the saved state, where there is one."""
 
 
+NUM_BATCHES = 10_000
+
 Opener = Callable[[Workload, Path, float], AbstractContextManager[Saver]]
 
 
@@ -100,6 +102,42 @@ def open_keepstep(workload: Workload, directory: Path, wait_s: float) -> Iterato
         snapshots.restore()
         wait_for_grant(snapshots)
         yield _Keepstep(snapshots, wait_s)
+
+
+class _KeepstepWithLoader(_Keepstep):
+    """In mid-epoch of a Loader, as `batches` takes; the next batch is fetched beside the clock."""
+
+    def __init__(self, snapshots: Any, wait_s: float, batches: Iterator[Any]) -> None:
+        super().__init__(snapshots, wait_s)
+        self._batches = batches
+        next(batches)
+
+    def settle(self) -> None:
+        super().settle()
+        next(self._batches)
+
+
+class _Noise(torch.utils.data.Dataset[torch.Tensor]):
+    """Draws in the worker, so that its random states are part of each snapshot."""
+
+    def __len__(self) -> int:
+        return NUM_BATCHES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(8)
+
+
+@contextmanager
+def open_keepstep_with_loader(workload: Workload, directory: Path, wait_s: float) -> Iterator[Saver]:
+    """With the position of a loader in the state: shuffled, two workers that draw."""
+    import keepstep
+
+    config = keepstep.Config(run_id=os.environ["KEEPSTEP_RUN_ID"])
+    loader = keepstep.Loader(torch.utils.data.DataLoader(_Noise(), shuffle=True, num_workers=2))
+    with keepstep.Snapshotter(workload.state, config, loader=loader) as snapshots:
+        snapshots.restore()
+        wait_for_grant(snapshots)
+        yield _KeepstepWithLoader(snapshots, wait_s, iter(loader))
 
 
 @contextmanager
@@ -253,6 +291,7 @@ def open_dlrover(workload: Workload, directory: Path, wait_s: float) -> Iterator
 
 OPENERS: dict[str, Opener] = {
     "keepstep": open_keepstep,
+    "keepstep-loader": open_keepstep_with_loader,
     "keepstep-copy-alone": open_keepstep_without_seals,
     "dcp-thread": open_dcp_thread,
     "dcp-process": open_dcp_process,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 CONTENDERS: dict[str, str | None] = {
     "keepstep": "keepstep",
+    "keepstep-loader": "keepstep",
     "keepstep-copy-alone": "keepstep",
     "dcp-thread": None,
     "dcp-process": None,

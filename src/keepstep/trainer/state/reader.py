@@ -138,7 +138,7 @@ class StateReading:
     def tensors_of(self, paths: Container[str]) -> list[torch.Tensor]:
         """The tensors of these objects, without gradients."""
         end = self.grads[0] if self.grads is not None else len(self.tensors)
-        ends = [*(first for first, _ in list(self.parts.values())[1:]), end]
+        ends = [*(first for first, _ in self.parts.values()), end][1:]
         spans = [(path, first, end) for (path, (first, _)), end in zip(self.parts.items(), ends, strict=True)]
         return [tensor for path, first, end in spans if path in paths for tensor in self.tensors[first:end]]
 
