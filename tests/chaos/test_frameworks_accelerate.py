@@ -33,7 +33,13 @@ ONE_PROCESS: dict[str, dict[str, Any]] = {
     "own generator": {"own_generator": True},
     "dispatched": {"dispatch": True},
     "dispatched, seedable": {"dispatch": True, "seedable": True, "accumulate": 2},
+    "stateful": {"stateful": True},
+    "stateful, own generator": {"stateful": True, "own_generator": True, "accumulate": 3},
+    "stateful, dispatched": {"stateful": True, "dispatch": True},
 }  # fmt: skip
+
+# Four batches in an epoch of each rank.
+OF_THREE = ["0@0.2:backward", "2@0.3:backward", "1@0.end:evaluation", "0@1.0:step", "2@1.1:backward", "1@1.3:step"]
 
 TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -41,6 +47,7 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "dispatched": {"dispatch": True},
     "seedable sampler, evaluation": {"seedable": True, "evaluate_every": 2},
     "workers": {"workers": 2, "noise": False},
+    "stateful, evaluation": {"stateful": True, "evaluate_every": 2},
 }
 
 
@@ -74,3 +81,9 @@ def test_kill_at_every_batch_of_two_epochs(options: dict[str, Any], server: Acce
 def test_killed_ranks_end_as_those_without_keepstep(name: str, server: AccelerateServer) -> None:
     kills = OF_TWO[1:] if "accumulate" in TWO_PROCESSES[name] else OF_TWO
     compare_with_bare(server, kills, ranks=2, **TWO_PROCESSES[name])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "evaluate_every": 3}], ids=["plain", "accumulation"])
+def test_three_ranks_sum_in_the_same_order_after_a_restore(options: dict[str, Any], server: AccelerateServer) -> None:
+    compare_with_bare(server, OF_THREE, ranks=3, **options)

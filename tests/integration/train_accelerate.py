@@ -81,6 +81,18 @@ class Noisy(Dataset):
         return self.inputs[index] + 0.1 * torch.randn(6) + random.random() + np.random.random()
 
 
+class Network(nn.Module):
+    """Its parameters are registered in another order than that in which their gradients come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output, self.input = nn.Linear(32, 1), nn.Linear(6, 32)
+        self.norm, self.dropout = nn.BatchNorm1d(32), nn.Dropout(0.2)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.output(self.dropout(self.norm(self.input(batch)).relu()))
+
+
 class Average:
     """An average of the weights, registered for checkpointing."""
 
@@ -120,7 +132,7 @@ class Program:
                 dispatch_batches=options.dispatch or None,
             ),
         )  # fmt: skip
-        model = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 1))
+        model = Network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
         loader = DataLoader(
@@ -190,7 +202,7 @@ class Program:
         with torch.no_grad():
             for number, batch in enumerate(self.held_out):
                 losses.append(float(self.model(batch + 0.1 * torch.randn_like(batch)).mean()))
-                if number == 1:
+                if number == 0:
                     self.kill(f"{epoch}.{where}", "evaluation")
         self.totals["history"].append(sum(losses))
         self.record("losses", f"{epoch}.{where}.evaluation {sum(losses).hex()}")

@@ -14,6 +14,7 @@ batch; a restore repeats it.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -32,13 +33,18 @@ from keepstep.frameworks.accelerate_loader import (
     install_batches,
     read_loader,
     repeat_without_workers,
+    start_stateful,
     write_loader,
 )
+from keepstep.frameworks.gradient_order import FEW_RANKS, orders_of
 from keepstep.trainer.results import Restored
 from keepstep.trainer.snapshotter import Snapshotter
 from keepstep.trainer.state.objects import GENERATOR, StateObjects, unwrap_optimizer
 
+log = logging.getLogger("keepstep")
+
 PROVEN = ("NO", "MULTI_CPU", "MULTI_GPU")
+STATEFUL_HOOKS = ("POWER_SGD", "BATCHED_POWER_SGD")
 OWN_NAME = "accelerator"  # of the adapter's own objects in the state
 
 
@@ -88,6 +94,7 @@ class AccelerateLoop:
         objects = _objects(accelerator, prepared, state)
         self._models = objects["models"]
         self._position = LoopPosition()
+        self._orders = orders_of(self._models, accelerator.num_processes)
         generators = [item.thing for item in StateObjects(state).of(GENERATOR)]
         self._batches: RepeatableBatches = install_batches(loader, generators)
         self._loaders = list(accelerator._dataloaders)
@@ -98,15 +105,20 @@ class AccelerateLoop:
         own = {name: things for name, things in objects.items() if things}
         self.snapshots = Snapshotter({OWN_NAME: {**own, "position": self._position}, **state}, config)
         try:
-            self.restored: Restored | None = self.snapshots.restore()
+            self.restored: Restored | None = self.snapshots.restore(rehearsal=_nothing if self._orders else None)
         except BaseException:
             self.snapshots.close(finished=False)
             raise
         self._resumed = self.restored is not None
         self._workers_missing = self._resumed and loader.persistent_workers
         self._carried_values: dict[str, Any] = {}
+        self._warned = False
         if self._resumed:
             self._go_to(self._position.taken)
+        else:
+            start_stateful(loader)
+            for order in self._orders:
+                order.note()
 
     # Where the loop is
 
@@ -163,13 +175,19 @@ class AccelerateLoop:
         for model, training in zip(self._models, self._position.taken["training"], strict=True):
             if model.training != training:
                 model.train(training)
+        taken = self._position.taken
+        for model, sync in zip(self._models, taken["broadcasts"], strict=True):
+            if sync is not None:
+                model.require_forward_param_sync = sync
         if self._ended:
             self.restored.restore_rng()
             return None
-        taken = self._position.taken
         self._loader.iteration = taken["iteration"]
         fetched = taken["batch"] * batches_of_a_fetch(self._loader)
-        return Replay(taken["order"], taken["ahead"], fetched, self.restored.restore_rng)
+        if taken["stateful"] is not None:
+            self._loader.load_state_dict(taken["stateful"])
+        skips = taken["stateful"] is None
+        return Replay(taken["order"], taken["ahead"], fetched, self.restored.restore_rng, skips=skips)
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
@@ -178,6 +196,10 @@ class AccelerateLoop:
         if not (self._stepped and self._accelerator.sync_gradients):
             return
         self._stepped = False
+        if self._is_interrupted():
+            return
+        for order in self._orders:
+            order.finish()
         self._position.taken = {
             "step": self._step,
             "epoch": self._epoch,
@@ -189,9 +211,25 @@ class AccelerateLoop:
             "ahead": self._batches.ahead,
             "loaders": [read_loader(loader) for loader in self._loaders],
             "training": [model.training for model in self._models],
+            "broadcasts": [getattr(model, "require_forward_param_sync", None) for model in self._models],
+            "stateful": self._loader.state_dict() if self._loader.use_stateful_dataloader else None,
+            "gradient_orders": [order.encoded for order in self._orders],
         }
         self.snapshots.take(self._step)
         self._step += 1
+
+    def _is_interrupted(self) -> bool:
+        """Whether another prepared loader is in the middle of its batches: its position is nobody's to restore."""
+        active = self._accelerator.gradient_state.active_dataloader
+        if active is self._loader or active is None:
+            return False
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "no snapshot is taken: another prepared loader was left before its last batch, and accelerate takes "
+                "its end for that of the training loader. Iterate it to its end, or do not prepare it"
+            )
+        return True
 
     def _go_to(self, taken: dict[str, Any]) -> None:
         self._step = taken["step"] + 1
@@ -201,6 +239,10 @@ class AccelerateLoop:
             write_loader(loader, saved)
         if self._ended:
             self._loader.iteration = taken["iteration"] + 1
+            if taken["stateful"] is not None:
+                self._loader.dl_state_dict = taken["stateful"]
+        for order, encoded in zip(self._orders, taken["gradient_orders"], strict=True):
+            order.rehearse(encoded)
         plain = {name: value for name, value in self._carried.items() if isinstance(value, (dict, list))}
         self._carried_values = {name: copy.deepcopy(value) for name, value in plain.items()}
 
@@ -234,8 +276,14 @@ def check_accelerator(accelerator: Any) -> None:
             "even_batches=False gives the processes different numbers of batches, so their snapshots do not match",
             hint="leave even_batches at its default",
         )
-    if accelerator.num_processes > 2:
-        raise ConfigError("accelerate with three or more processes is not proven", hint="use one or two processes")
+    handler = accelerator.ddp_handler
+    if handler is not None and handler.comm_hook.name in STATEFUL_HOOKS:
+        raise ConfigError(
+            f"the communication hook {handler.comm_hook.name} keeps errors of earlier steps where nobody can read them",
+            hint="use another hook, or none",
+        )
+    if handler is not None and handler.static_graph and accelerator.num_processes > FEW_RANKS:
+        raise ConfigError("static_graph with three or more processes is not proven", hint="leave static_graph out")
 
 
 def _training_loader(accelerator: Any, prepared: tuple[Any, ...]) -> Any:
@@ -276,6 +324,10 @@ def _unite(known: list[Any], given: list[Any]) -> list[Any]:
     """Both lists, each object once. A wrapper and what it wraps are one."""
     inside = [getattr(each, name, None) for each in known for name in ("optimizer", "scheduler", "module")]
     return [*known, *(each for each in given if not any(each is other for other in [*known, *inside]))]
+
+
+def _nothing() -> None:
+    """The rehearsal that `restore` asks for is made afterwards, from the state: the order of the gradients is in it."""
 
 
 def _put_back(container: Any, value: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from keepstep import values as codec
 from keepstep.errors import ConfigError
@@ -65,8 +65,9 @@ class Replay:
 
     order: dict[str, Any] | None  # None on ranks that fetch nothing
     ahead: dict[str, Any] | None  # None where workers fetch
-    fetched: int  # batches of the sampler that are left out
+    fetched: int  # batches of the sampler that are not fetched again
     restore_rng: Callable[[], None]
+    skips: bool = True  # whether the sampler leaves them out; a stateful loader does it by itself
     done: bool = False  # whether the random states of the snapshot are set
 
     def finish(self) -> None:
@@ -104,11 +105,12 @@ class RepeatableBatches(BatchSampler):
                 write_samplers(self._batches, replay.order["samplers"])
         self.order = {"random": self.random_states.read(), "samplers": read_samplers(self._batches)}
         for index, batch in enumerate(self._draw()):
-            if replay is not None and index < replay.fetched:
-                continue
-            if self._notes_fetches:
-                self._begin_fetch(replay, index)
-            yield batch
+            if replay is None or index >= replay.fetched:
+                if self._notes_fetches:
+                    self._begin_fetch(replay, index)
+                yield batch
+            elif not replay.skips:
+                yield batch
         if replay is not None and self._notes_fetches:
             replay.finish()
 
@@ -143,8 +145,22 @@ def install_batches(loader: Any, generators: list[Generator]) -> RepeatableBatch
     width = batches_of_a_fetch(loader)
     batches = RepeatableBatches(base.batch_sampler, random_states, notes_fetches=base.num_workers == 0, width=width)
     options = {name: getattr(base, name) for name in LOADER_OPTIONS}
-    loader.base_dataloader = DataLoader(base.dataset, batch_sampler=batches, **options)
+    if loader.use_stateful_dataloader:
+        options["snapshot_every_n_steps"] = base.snapshot_every_n_steps
+    loader.base_dataloader = type(base)(base.dataset, batch_sampler=batches, **options)
     return batches
+
+
+def start_stateful(loader: Any) -> None:
+    """Give the new base of a stateful loader the iterator that accelerate made for the old one. Draws nothing."""
+    if not loader.use_stateful_dataloader:
+        return
+    base = loader.base_dataloader
+    states = NotedRandomStates([base.generator] if base.generator is not None else [])
+    before = states.read()
+    base.load_state_dict(loader.state_dict())
+    loader.dl_state_dict = base.state_dict()
+    states.write(before)
 
 
 def batches_of_a_fetch(loader: Any) -> int:
@@ -166,10 +182,16 @@ def check_loader(loader: Any) -> None:
             "the training loader has an iterable dataset, whose position nobody can restore",
             hint="use a dataset with __getitem__ and __len__",
         )
-    if loader.use_stateful_dataloader:
+    if loader.use_stateful_dataloader and batches_of_a_fetch(loader) > 1:
         raise ConfigError(
-            "use_stateful_dataloader=True is not proven",
-            hint="leave it out: keepstep restores the position of a plain loader",
+            "use_stateful_dataloader=True with dispatch_batches=True is not proven for several processes",
+            hint="leave one of them out: keepstep restores the position of a plain loader, too",
+        )
+    if loader.use_stateful_dataloader and base.num_workers > 0:
+        raise ConfigError(
+            "use_stateful_dataloader=True with loader workers draws the order inside accelerator.prepare(), where it "
+            "cannot be repeated",
+            hint="leave it out: keepstep restores the position of a plain loader, too",
         )
     if base.batch_sampler is None:
         raise ConfigError(
@@ -201,6 +223,8 @@ def read_loader(loader: Any) -> dict[str, Any]:
 
 def write_loader(loader: Any, saved: dict[str, Any]) -> None:
     loader.iteration = saved["iteration"]
+    if loader.use_stateful_dataloader and saved["iteration"] > 0:
+        loader.base_dataloader.load_state_dict({})  # drop the iterator of its first pass, which does not draw a seed
     write_samplers(loader.base_dataloader, saved["samplers"])
 
 

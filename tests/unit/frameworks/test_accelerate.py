@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from keepstep import ConfigError
 from keepstep.frameworks.accelerate import check_accelerator, resume
 from keepstep.frameworks.accelerate_loader import check_loader, install_batches
+from keepstep.testing.run import LocalRun
 
 
 class Counting(IterableDataset):
@@ -44,7 +45,7 @@ def dataset() -> TensorDataset:
 
 
 def plugin(kind: str, **others: Any) -> Any:
-    settings = {"parallelism_config": None, "num_processes": 1, "even_batches": True, **others}
+    settings = {"parallelism_config": None, "num_processes": 1, "even_batches": True, "ddp_handler": None, **others}
     return SimpleNamespace(distributed_type=SimpleNamespace(name=kind), **settings)
 
 
@@ -62,6 +63,25 @@ def test_parallelism_config_is_refused() -> None:
 def test_uneven_batches_are_refused() -> None:
     with pytest.raises(ConfigError, match="different numbers of batches"):
         check_accelerator(plugin("MULTI_CPU", num_processes=2, even_batches=False))
+
+
+def test_communication_hook_with_a_state_is_refused() -> None:
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)
+    with pytest.raises(ConfigError, match="POWER_SGD keeps errors"):
+        check_accelerator(plugin("MULTI_CPU", num_processes=2, ddp_handler=handler))
+
+
+def test_static_graph_is_refused_where_the_order_of_sums_matters() -> None:
+    handler = DistributedDataParallelKwargs(static_graph=True)
+    check_accelerator(plugin("MULTI_CPU", num_processes=2, ddp_handler=handler))
+    with pytest.raises(ConfigError, match="static_graph"):
+        check_accelerator(plugin("MULTI_CPU", num_processes=3, ddp_handler=handler))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_stateful_loader_with_workers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"draws the order inside accelerator.prepare\(\)"):
+        resume(*program(DataLoader(dataset(), batch_size=2, num_workers=1), use_stateful_dataloader=True))
 
 
 def test_iterable_dataset_is_refused() -> None:
@@ -107,6 +127,30 @@ def test_sampler_that_draws_for_every_index_is_refused() -> None:
     install_batches(loader, [])
     with pytest.raises(ConfigError, match="draws from the global random states"):
         list(loader)
+
+
+def test_no_snapshot_while_another_loader_was_left_in_its_middle(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, model, optimizer, loader = program(DataLoader(dataset(), batch_size=2))
+    other = accelerator.prepare(DataLoader(dataset(), batch_size=2))
+    with LocalRun() as local, resume(accelerator, model, optimizer, loader, config=local.config()) as run:
+        for _ in run.epochs(1):
+            for batch in run.batches():
+                accelerator.backward(model(batch[0]).sum())
+                optimizer.step()
+                if run.batch == 1:
+                    next(iter(other))
+        assert run.step == 1
+    assert caplog.text.count("another prepared loader was left before its last batch") == 1
+
+
+def test_batches_are_asked_for_once_in_each_epoch() -> None:
+    with LocalRun() as local, resume(*program(DataLoader(dataset(), batch_size=2)), config=local.config()) as run:
+        with pytest.raises(ConfigError, match="once in each epoch"):
+            next(run.batches())
+        for _ in run.epochs(1):
+            assert len(list(run.batches())) == 4
+            with pytest.raises(ConfigError, match="once in each epoch"):
+                next(run.batches())
 
 
 def test_missing_optimizer_is_refused() -> None:
