@@ -28,6 +28,8 @@ ASIDE = {
         "launcher/round_document.py": HEARTBEAT,
         "launcher/round_participant.py": HEARTBEAT,
         "launcher/rounds.py": HEARTBEAT,
+        "control/signed_store.py": HEARTBEAT,
+        "trainer/restore/restore.py": "the layout was proven before, and has not changed",
         "keeper/coordinator/restore.py": "asked with every report, and has nothing to do",
         "keeper/node/restore.py": "asked with every order, and has nothing to do",
         "keeper/node/trainers.py": "the keeper's timer looks for orphans",
@@ -42,6 +44,8 @@ ASIDE = {
         "launcher/crash_loops.py": "counts the failure, and has nothing to do",
         "trainer/data/batch_loop.py": "finds the loader among the objects",
         "trainer/connection/exit_watch.py": "waits for the end of the program",
+        "trainer/check/surroundings.py": "an import",
+        "trainer/data/fetch_watch.py": "begins to look at the first steps",
         "trainer/check/recorder.py": "asks the environment whether keepstep check runs",
     },
 }
