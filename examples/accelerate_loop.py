@@ -54,7 +54,7 @@ def main() -> None:
             accelerator.print(f"after epoch {epoch} the error is {sum(errors) / len(errors):.6f}", flush=True)
 
     weights = accelerator.unwrap_model(model).parameters()
-    accelerator.print(f"the sum of all weights is {float(sum(weight.sum() for weight in weights)).hex()}")
+    accelerator.print(f"the sum of all weights is {sum(weight.sum().item() for weight in weights).hex()}")
     accelerator.end_training()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,35 @@ def test_example_that_was_killed_ends_as_if_it_was_not() -> None:
         with LocalRun("accelerate-example") as run:
             ends.append(run_example(run, batches_before_kill))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_example_under_torchrun_ends_alike_when_a_rank_is_killed() -> None:
+    assert launch_example(kill=True) == launch_example(kill=False)
+
+
+def launch_example(*, kill: bool) -> str:
+    """Its last line, on two ranks under `torchrun --rdzv-backend=keepstep`. One is killed after a complete snapshot."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=3"]
+    with LocalRun("accelerate-torchrun") as run:
+        environ = {**os.environ, **run.environ, "OMP_NUM_THREADS": "1", "PAUSE_S": "0.1"}
+        del environ["KEEPSTEP_RUN_ID"]
+        backend = ["--rdzv-backend=keepstep", "--rdzv-id=accelerate-torchrun", "--rdzv-endpoint=localhost:0"]
+        command = [*launcher, *backend, str(EXAMPLE)]
+        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as job:
+            assert job.stdout is not None
+            lines, pid, killed = [], 0, False
+            for line in job.stdout:
+                lines.append(line.strip())
+                if line.startswith("pid"):
+                    pid = int(line.split()[1])
+                if kill and not killed and line.startswith("epoch") and run.status().step is not None:
+                    os.kill(pid, signal.SIGKILL)
+                    killed = True
+        assert job.returncode == 0
+        assert any(line.startswith("restored") for line in lines) == kill
+    return next(line for line in lines if line.startswith("the sum of all weights"))
 
 
 def run_example(run: LocalRun, batches_before_kill: int | None) -> str:
