@@ -161,3 +161,9 @@ def test_tensors_of_objects_that_are_not_asked_are_foreseen_once() -> None:
     held, inline_bytes = held_by([StateObject("holder", STATEFUL, Holder())], [shared])
     assert [tensor.size_bytes for tensor in held] == [large.nbytes]
     assert inline_bytes == small.nbytes
+
+
+def test_a_state_of_foreign_objects_only_is_planned(local: LocalRun) -> None:
+    with Snapshotter({"asked": Asked()}) as snapshots:
+        assert snapshots.restore() is None
+        assert snapshots.take(0).wait(timeout_s=60) is Survives.PROCESS
