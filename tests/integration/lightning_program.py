@@ -163,7 +163,6 @@ class Module(pl.LightningModule):
         self.head = torch.nn.Linear(8, 1)
         self.automatic_optimization = fit.optimization == "automatic"
         self.spread = torchmetrics.MeanMetric() if fit.metrics else None
-        self.batches = 0
 
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
         return (self.head(self.body(batch)) - batch.sum(dim=1, keepdim=True) / 10).square().mean()
@@ -192,8 +191,11 @@ class Module(pl.LightningModule):
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
             scheduler.step()
 
-    def on_validation_start(self) -> None:
-        self.batches += 1  # of validations, in this process
+    def on_train_start(self) -> None:
+        torch.rand(3)  # at every start
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(2)
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         if self.trainer.sanity_checking:
