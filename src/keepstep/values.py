@@ -31,7 +31,7 @@ from functools import lru_cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from msgspec import msgpack
+from msgspec import Raw, msgpack
 
 from keepstep.errors import CaptureError, IntegrityError
 
@@ -78,6 +78,21 @@ class TorchSize:
     """Stands for `torch.Size(dims)`."""
 
     dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemBlocks:
+    """Stands for a list of `count` items; each block gives the encodings of some, one after the other."""
+
+    count: int
+    blocks: tuple[Callable[[], bytes], ...]
+
+
+def list_head(count: int) -> bytes:
+    """What stands before the items of an encoded list of this length."""
+    if count < 16:
+        return bytes([0x90 | count])
+    return b"\xdc" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdd" + count.to_bytes(4, "big")
 
 
 def encode(tree: Any, path: str = "") -> bytes:
@@ -139,6 +154,8 @@ def _pack(value: Any, depth: int, plain: frozenset[type]) -> Any:
         raise _Refused(f"is nested more than {MAX_DEPTH} levels deep", "flatten it, for example into one list")
     if kind is TensorRef:
         return _pack_ref(value.index)
+    if kind is ItemBlocks:
+        return Raw(b"".join([list_head(value.count), *(block() for block in value.blocks)]))
     if kind is list:
         return _pack_items(value, depth, plain)
     if kind is dict and _is_native_map(value, plain):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,47 +24,48 @@ _NUMBERS = re.compile(r"0x[0-9a-fA-F]{8,12}|(?<![0-9])[0-9]{10,15}(?![0-9])")
 DIGITS_BYTES = 1 << 20  # Longer values are not searched for digits, which takes 10 ms per MiB.
 ADDRESSES = range(1 << 32, 1 << 48)
 MAX_SHOWN = 3
+MAX_COLLECTED = 8  # Keys that were addresses of nothing so often are no addresses: times, numbers of samples.
 
 
-def check_keys(encoded: bytes, path: str) -> None:
-    """Raise CaptureError when a key in these encoded values means nothing in another process."""
-    suspected = _TEXT in encoded or _INTEGER in encoded
-    if not suspected and (len(encoded) > DIGITS_BYTES or not _DIGITS.search(encoded)):
-        return
-    objects = _LiveObjects()
-    found = [(where, text) for where, key in _keys(codec.decode(encoded), path) if (text := objects.meaning(key))]
-    if found:
-        shown = ", ".join(f"{where} ({text})" for where, text in found[:MAX_SHOWN])
-        more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
-        raise CaptureError(
-            f"keys that mean nothing in another process: {shown}{more}",
-            hint="use the name or the index of the object as the key",
-        )
+class KeyCheck:
+    """Judges the keys of one state, from reading to reading. From any thread."""
 
+    def __init__(self) -> None:
+        self._collected = 0
 
-class _LiveObjects:
-    """What the addresses of this process belong to. Collected when a number may be one."""
+    def check(self, encoded: bytes, path: str) -> None:
+        """Raise CaptureError when a key in these encoded values means nothing in another process."""
+        suspected = _TEXT in encoded or _INTEGER in encoded
+        if suspected or (len(encoded) <= DIGITS_BYTES and _DIGITS.search(encoded)):
+            self.check_tree(codec.decode(encoded), path)
 
-    def meaning(self, key: Any) -> str:
-        """What a key means in this process alone; nothing for any other key."""
-        if type(key) is int:
-            return self._owner(key)
-        if type(key) is tuple:
-            return next(filter(None, map(self.meaning, key)), "")
-        if type(key) is not str:
-            return ""
-        if _OBJECT.search(key):
-            return "the text of an object, with its address"
-        numbers = (int(number, 0) for number in _NUMBERS.findall(key) if number.startswith("0x") or number[0] != "0")
-        return next(filter(None, map(self._owner, numbers)), "")
+    def check_tree(self, tree: Any, path: str) -> None:
+        """The same of values that are not encoded."""
+        owners: dict[int, str] | None = None
+        found: list[str] = []
+        for where, key in _keys(tree, path):
+            meaning = ""
+            for part in key if type(key) is tuple else (key,):
+                if type(part) is str and _OBJECT.search(part):
+                    meaning = "the text of an object, with its address"
+                elif numbers := [number for number in _numbers(part) if number in ADDRESSES]:
+                    owners = self._owners() if owners is None else owners
+                    meaning = next((owners[number] for number in numbers if number in owners), "")
+            if meaning:
+                found.append(f"{where} ({meaning})")
+        if found:
+            more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
+            raise CaptureError(
+                f"keys that mean nothing in another process: {', '.join(found[:MAX_SHOWN])}{more}",
+                hint="use the name or the index of the object as the key",
+            )
+        if owners is not None:
+            self._collected += 1  # Only where nothing was found: it takes a tenth of a second.
 
-    def _owner(self, number: int) -> str:
-        return self._owners.get(number, "") if number in ADDRESSES else ""
-
-    @cached_property
     def _owners(self) -> dict[int, str]:
+        """What the addresses of this process belong to."""
         owners: dict[int, str] = {}
-        for thing in gc.get_objects():
+        for thing in gc.get_objects() if self._collected < MAX_COLLECTED else ():
             if issubclass(type(thing), torch.Tensor):
                 try:
                     owners[thing.data_ptr()] = "the address of a tensor"
@@ -73,6 +73,14 @@ class _LiveObjects:
                     pass
             owners[id(thing)] = f"id() of a {type(thing).__name__}"
         return owners
+
+
+def _numbers(key: Any) -> list[int]:
+    """The numbers that a key is, or has in its text."""
+    if type(key) is int:
+        return [key]
+    texts = _NUMBERS.findall(key) if type(key) is str else []
+    return [int(text, 0) for text in texts if text.startswith("0x") or text[0] != "0"]
 
 
 def _keys(value: Any, path: str) -> Iterator[tuple[str, Any]]:

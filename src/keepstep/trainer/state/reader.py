@@ -11,7 +11,9 @@ places that hold their tensors (`structure`), at a tenth of the cost of `state_d
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import logging
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +26,7 @@ from keepstep.errors import CaptureError, IntegrityError
 from keepstep.trainer.state import structure
 from keepstep.trainer.state.dtensors import local_tensor
 from keepstep.trainer.state.loaders import is_untouched, loader_generators, sampler_epochs
+from keepstep.trainer.state.long_lists import LONG, LongLists, longest
 from keepstep.trainer.state.module_memory import is_odd, is_plain, read_extras, read_memory
 from keepstep.trainer.state.objects import (
     GENERATOR,
@@ -37,7 +40,7 @@ from keepstep.trainer.state.objects import (
     is_foreign,
     unwrap_optimizer,
 )
-from keepstep.trainer.state.process_keys import check_keys
+from keepstep.trainer.state.process_keys import KeyCheck
 from keepstep.trainer.state.rng import (
     GlobalEncoder,
     GlobalState,
@@ -45,14 +48,18 @@ from keepstep.trainer.state.rng import (
     generator_state,
     inline_tensor,
 )
-from keepstep.values import TensorRef, TorchDevice, TorchDtype, TorchSize
+from keepstep.values import InlineTensor, ItemBlocks, TensorRef, TorchDevice, TorchDtype, TorchSize
+
+log = logging.getLogger("keepstep")
 
 # Tensors up to this size in schedulers, loaders and the like are values: their shape may change at every step.
 INLINE_BYTES = 65536
 INLINE_KINDS = (STATEFUL, LOADER)
 WHOLE, STATE, GROUPS = "", "state", "param_groups"
 GRADS = "grads"
+SLOW_S, SLOW_TIMES = 0.05, 3  # An object that takes so long so often is named in a warning.
 _CONSTANTS = frozenset({type(None), bool, int, float, str, bytes, TensorRef})
+_FIXED = _CONSTANTS | {InlineTensor, ItemBlocks, TorchDevice, TorchDtype, TorchSize}
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -147,9 +154,9 @@ class StateReading:
         paths: dict[int, str] = {}
         grads = [(GRADS, self.grads)] if self.grads is not None else []
         for path, (first, parts) in [*self.parts.items(), *grads]:
-            for name, encoded in _encoded(parts).items():
+            for name, part in parts.items():
                 where = f"{path}.{name}" if name else path
-                for inner, index in _references(where, codec.decode(encoded)):
+                for inner, index in _references(where, _decoded(part)):
                     paths[first + index] = inner
         return paths
 
@@ -171,6 +178,9 @@ class StateReader:
     _known: dict[str, structure.StateStructure] = field(default_factory=dict)
     _encoder: GlobalEncoder = field(default_factory=GlobalEncoder)
     _checked_bytes: dict[str, int] = field(default_factory=dict)
+    _keys: KeyCheck = field(default_factory=KeyCheck)
+    _lists: dict[str, LongLists] = field(default_factory=dict)
+    _slow: Counter[str] = field(default_factory=Counter)
 
     def read(self, subset: int | None = None, *, before_first_step: bool = False) -> StateReading:
         """With a subset, only that one is checked of objects that were read before (`plan_cache`).
@@ -201,6 +211,7 @@ class StateReader:
         return StateReading(tree, tensors, parts, list(self._known.values()), rng, self._encoder, grads, skipped)
 
     def _read(self, item: StateObject, tensors: TensorRuns, subset: int | None) -> Parts:
+        started = time.perf_counter()
         try:
             parts = self._parts(item, tensors, subset)
         except RecursionError:
@@ -209,15 +220,29 @@ class StateReader:
                 hint="store an index or a name in place of the reference",
             ) from None
         self._check_keys(item.path, parts)
+        if item.kind not in (MODULE, OPTIMIZER) and time.perf_counter() - started > SLOW_S:
+            self._report_slow(item, parts, time.perf_counter() - started)
         return parts
 
+    def _report_slow(self, item: StateObject, parts: Parts, took_s: float) -> None:
+        self._slow[item.path] += 1
+        if self._slow[item.path] == SLOW_TIMES:
+            sizes = [longest(item.path, _decoded(part)) for part in parts.values()]
+            size, where = max(sizes, default=(0, item.path))
+            log.warning(
+                "reading %s takes %.0f ms of each take; its longest part is %s, with %d items. Lists of numbers, text "
+                "and dicts of them cost little; keep other state that grows short, or outside",
+                item.path, took_s * 1e3, where, size,
+            )  # fmt: skip
+
     def _check_keys(self, path: str, parts: Parts) -> None:
-        """A new key makes the values longer, so keys are looked at when the length has changed."""
+        """A new key makes values longer: they are judged when the length has changed, large ones when it doubled."""
         encoded = [part for part in parts.values() if isinstance(part, bytes)]
         size = sum(map(len, encoded))
-        if self._checked_bytes.get(path) != size:
+        checked = self._checked_bytes.get(path, 0)
+        if size != checked and (size <= INLINE_BYTES or not checked <= size < 2 * checked):
             for part in encoded:
-                check_keys(part, path)
+                self._keys.check(part, path)
             self._checked_bytes[path] = size
 
     def _parts(self, item: StateObject, tensors: TensorRuns, subset: int | None) -> Parts:
@@ -227,7 +252,7 @@ class StateReader:
         if item.kind == GENERATOR:
             return {WHOLE: _encode(generator_state(item.thing), item.path)}
         if item.kind == PLAIN:
-            return {WHOLE: _encode(_walk(item.thing, tensors, first), item.path)}
+            return {WHOLE: self._whole(item, item.thing, tensors, first)}
         if item.kind in (MODULE, OPTIMIZER):
             known = self._known.get(item.path)
             if known is not None and known.unchanged(subset):
@@ -254,7 +279,20 @@ class StateReader:
                 self._known[item.path] = found
             groups = _encode(_walk(state[GROUPS], tensors, first), f"{item.path}.{GROUPS}")
             return {STATE: encoded, GROUPS: groups}
-        return {WHOLE: _encode(_walk(state, tensors, first, inline=item.kind in INLINE_KINDS), item.path)}
+        return {WHOLE: self._whole(item, state, tensors, first)}
+
+    def _whole(self, item: StateObject, state: Any, tensors: TensorRuns, first: int) -> bytes | DeferredValue:
+        """The values of an object in one part. With a long list in it that part is encoded after `take`."""
+        lists = self._lists.get(item.path)
+        if lists is None:
+            lists = self._lists[item.path] = LongLists(item.path, self._keys.check)
+        lists.begin()
+        tree = _walk(state, tensors, first, inline=item.kind in INLINE_KINDS, lists=lists)
+        lists.end()
+        if lists.found and _is_fixed(tree):
+            self._keys.check_tree(tree, item.path)
+            return DeferredValue(tree, item.path)
+        return _encode(tree, item.path)
 
     def _module_anew(self, item: StateObject, tensors: TensorRuns, first: int) -> Parts:
         memory = read_memory(item.thing)
@@ -303,24 +341,31 @@ def _encoded(parts: Parts) -> dict[str, bytes]:
     return {name: part.encode() if isinstance(part, DeferredValue) else part for name, part in parts.items()}
 
 
+def _decoded(part: bytes | DeferredValue) -> Any:
+    return part.tree if isinstance(part, DeferredValue) else codec.decode(part)
+
+
 def _encode(tree: Any, path: str) -> bytes:
     return codec.encode(tree, path=path)
 
 
-def _walk(value: Any, tensors: TensorRuns, first: int, *, inline: bool = False) -> Any:
-    """The tree with references instead of tensors; they count from `first`."""
+def _walk(value: Any, tensors: TensorRuns, first: int, *, inline: bool = False, lists: LongLists | None = None) -> Any:
+    """The tree with references instead of tensors; they count from `first`. Long lists are read by `lists`."""
     kind = type(value)
     if kind is dict:
-        return {key: _walk(item, tensors, first, inline=inline) for key, item in value.items()}
+        return {key: _walk(item, tensors, first, inline=inline, lists=lists) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
         if inline and _has_plain_bytes(value) and value.device.type == "cpu" and value.nbytes <= INLINE_BYTES:
             return inline_tensor(value)
         tensors.append(value)
         return TensorRef(len(tensors) - 1 - first)
     if kind is OrderedDict:
-        return OrderedDict((key, _walk(item, tensors, first, inline=inline)) for key, item in value.items())
+        items = [(key, _walk(item, tensors, first, inline=inline, lists=lists)) for key, item in value.items()]
+        return OrderedDict(items)
+    if kind is list and lists is not None and len(value) >= LONG and (blocks := lists.read(value)) is not None:
+        return blocks
     if kind is list or kind is tuple:
-        return kind(_walk(item, tensors, first, inline=inline) for item in value)
+        return kind(_walk(item, tensors, first, inline=inline, lists=lists) for item in value)
     if kind is torch.Size:
         return TorchSize(tuple(value))
     if kind is torch.dtype:
@@ -344,6 +389,14 @@ def _is_frozen(group: dict[str, Any]) -> bool:
 def _is_constant(value: Any) -> bool:
     kind = type(value)
     return kind in _CONSTANTS or (kind is tuple and all(map(_is_constant, value)))
+
+
+def _is_fixed(tree: Any) -> bool:
+    """Whether nothing in a tree that `_walk` made can change."""
+    kind = type(tree)
+    if kind in (dict, OrderedDict):
+        return all(map(_is_constant, tree)) and all(map(_is_fixed, tree.values()))
+    return kind in _FIXED or (kind in (list, tuple) and all(map(_is_fixed, tree)))
 
 
 def _has_plain_bytes(tensor: torch.Tensor) -> bool:
