@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from keepstep.config import Config
 from keepstep.errors import ConfigError
-from keepstep.frameworks.fit_state import FitState
-from keepstep.frameworks.train_loader import LoaderPosition, TrainLoader, wrap_train_loader
+from keepstep.frameworks.lightning_loader import LoaderPosition, TrainLoader, wrap_train_loader
+from keepstep.frameworks.lightning_state import FitState
 from keepstep.trainer.connection.environment import find_place
 from keepstep.trainer.results import PendingSnapshot, Restored
 from keepstep.trainer.snapshotter import Snapshotter

@@ -22,7 +22,7 @@ import torch
 
 from keepstep.config import Config, resolve
 from keepstep.errors import ConfigError
-from keepstep.frameworks.batch_order import BatchOrder
+from keepstep.frameworks.transformers_batches import BatchOrder
 from keepstep.trainer.results import Restored
 from keepstep.trainer.snapshotter import Snapshotter
 
@@ -33,7 +33,7 @@ try:
 except ImportError as error:
     raise ConfigError("transformers is not installed", hint="pip install 'keepstep[transformers]'") from error
 
-from keepstep.frameworks.trainer_progress import EpochPosition, TrainerProgress
+from keepstep.frameworks.transformers_progress import EpochPosition, TrainerProgress
 
 IN_MEMORY = "the snapshot in memory"  # stands for a checkpoint directory in the Trainer's own methods
 OVERRIDDEN = {

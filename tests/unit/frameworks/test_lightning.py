@@ -19,8 +19,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from keepstep import Config, ConfigError, Loader
 from keepstep.errors import CaptureError
 from keepstep.frameworks.lightning import Keep, _refuse, _with_every
-from keepstep.frameworks.logged_metrics import put_back_metrics, read_metrics
-from keepstep.frameworks.train_loader import LoaderPosition, TrainLoader, wrap_train_loader
+from keepstep.frameworks.lightning_loader import LoaderPosition, TrainLoader, wrap_train_loader
+from keepstep.frameworks.lightning_metrics import put_back_metrics, read_metrics
 from keepstep.testing.run import LocalRun
 from keepstep.types import Stateful
 

@@ -17,7 +17,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from keepstep.frameworks import transformers as adapter
-from keepstep.frameworks.trainer_progress import (
+from keepstep.frameworks.transformers import KeepTrainer, keep
+from keepstep.frameworks.transformers_progress import (
     OPEN_RECORDS,
     RECORDS_IN_BLOCK,
     EpochPosition,
@@ -25,7 +26,6 @@ from keepstep.frameworks.trainer_progress import (
     TrainerProgress,
     records_of,
 )
-from keepstep.frameworks.transformers import KeepTrainer, keep
 
 
 class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -17,8 +17,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from keepstep.frameworks.logged_metrics import put_back_metrics, read_metrics
-from keepstep.frameworks.train_loader import LoaderPosition
+from keepstep.frameworks.lightning_loader import LoaderPosition
+from keepstep.frameworks.lightning_metrics import put_back_metrics, read_metrics
 from keepstep.types import Stateful
 
 # What hooks find in a checkpoint. What they add is kept.

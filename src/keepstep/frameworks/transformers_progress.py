@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 
 from keepstep import values as codec
 from keepstep.errors import RecoveryError
-from keepstep.frameworks.batch_order import BatchOrder
+from keepstep.frameworks.transformers_batches import BatchOrder
 from keepstep.types import Stateful
 
 log = logging.getLogger("keepstep")

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from keepstep import ConfigError
-from keepstep.frameworks.batch_order import BatchOrder
+from keepstep.frameworks.transformers_batches import BatchOrder
 from keepstep.trainer.state.rng import GlobalEncoder, GlobalState, decode_globals, set_rng_state
 
 accelerate = pytest.importorskip("accelerate")
