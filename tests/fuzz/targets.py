@@ -81,12 +81,17 @@ def arena(data: bytes) -> None:
     segment = Memfd.create(64 << 10)
     try:
         segment.write(0, blob)
-        with contextlib.suppress(Error):
-            adopted = Arena.adopt(os.dup(segment.fd), run_id=RUN_ID, node_id=NODE_ID)
-            try:
+        fd = os.dup(segment.fd)
+        try:
+            adopted = Arena.adopt(fd, run_id=RUN_ID, node_id=NODE_ID)
+        except Error:
+            os.close(fd)
+            return
+        try:
+            with contextlib.suppress(Error):
                 describe(adopted)
-            finally:
-                adopted.close()
+        finally:
+            adopted.close()
     finally:
         segment.close()
 

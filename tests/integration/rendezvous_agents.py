@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import threading
 import time
@@ -100,6 +101,18 @@ class Job:
             self.agents[name] = Agent(name.rstrip("+"), self.rules, lambda: self.port, self.secret)
             self.agents[name].thread.start()
         return [self.agents[name] for name in names]
+
+    def close(self) -> None:
+        """End all agents, and what they hold: tests that follow count descriptors."""
+        for agent in self.agents.values():
+            agent.die()
+        for agent in self.agents.values():
+            agent.thread.join(20)
+            if agent.rendezvous._thread.ident is not None:
+                agent.rendezvous._thread.join(20)
+        self.agents.clear()
+        self.store = None
+        gc.collect()
 
     def places(self, names: str) -> list[tuple[int, int] | None]:
         return [self.agents[name].place for name in names.split()]

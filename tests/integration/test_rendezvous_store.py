@@ -24,8 +24,7 @@ def job() -> Iterator[Job]:
     try:
         yield made
     finally:
-        for agent in made.agents.values():
-            agent.die()
+        made.close()
 
 
 def test_nodes_are_ranked_by_name_and_a_failed_node_takes_all_into_the_next_round(job: Job) -> None:

@@ -31,7 +31,10 @@ ENDS = {
     "sys.exit with a code": ("start()\nsys.exit(3)", "SystemExit"),
     "an exception": ("start()\nraise ValueError", "ValueError"),
     "an exception in a function": ("def main():\n    start()\n    {}['x']\nmain()", "KeyError"),
-    "Ctrl-C": ("start()\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)", "KeyboardInterrupt"),
+    "Ctrl-C": (  # A shell starts a job in the background with SIGINT ignored.
+        "start()\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)",
+        "KeyboardInterrupt",
+    ),
     "a handler of SIGTERM that exits": (
         "start()\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nos.kill(os.getpid(), signal.SIGTERM)\n"
         "time.sleep(60)",
