@@ -32,7 +32,8 @@ ENDS = {
     "an exception": ("start()\nraise ValueError", "ValueError"),
     "an exception in a function": ("def main():\n    start()\n    {}['x']\nmain()", "KeyError"),
     "Ctrl-C": (  # A shell starts a job in the background with SIGINT ignored.
-        "start()\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)",
+        "start()\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)\n"
+        "time.sleep(60)",
         "KeyboardInterrupt",
     ),
     "a handler of SIGTERM that exits": (
