@@ -162,7 +162,17 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Layout] = msgspec.msgpack.Decoder(Layout)
 
 
+def format_bytes(size_bytes: int) -> str:
+    size, unit = float(size_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
 def gib(size_bytes: int) -> str:
+    """A size with the digits that tell a need from what is free."""
     if size_bytes >= 1 << 30:
         return f"{size_bytes / (1 << 30):.2f} GiB"
     return f"{size_bytes / (1 << 20):.1f} MiB"

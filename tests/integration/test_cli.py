@@ -428,6 +428,18 @@ def test_a_run_that_is_not_there_is_refused_by_naming_those_that_are(node: Node)
     assert_error(node.cli("status", "--run-id", "run-x"), "'run-x'", "'run-a'", "--run-id run-a")
 
 
+def test_release_never_suggests_another_run(node: Node) -> None:
+    node.keeper("run-a")
+    del node.environ["KEEPSTEP_NODE_ID"]
+    unknown = node.cli("release", "--run-id", "run-x")
+    assert_error(unknown, "no keeper serves run 'run-x' here", "keepstep status --all lists the runs")
+    assert "run-a" not in unknown.stderr
+    elsewhere = node.cli("release", "--run-id", "run-a", "--node-id", "node-b")
+    assert_error(elsewhere, "no keeper serves run 'run-a' on node 'node-b' here")
+    node.keeper("run-b")
+    assert "try: --run-id NAME (and --node-id NAME)" in node.cli("release").stderr
+
+
 def test_with_several_runs_one_must_be_named(node: Node) -> None:
     node.keeper("run-a")
     node.keeper("run-b")

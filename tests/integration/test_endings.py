@@ -75,6 +75,7 @@ def test_program_that_ends_otherwise_keeps_the_state_and_says_so(run: LocalRun, 
     again = train(run, "close", "2")
     assert again.stdout.split() == ["restored", "2"]
     assert again.stderr.count("keepstep: restored step 2 of run 'test-run' from memory, ") == 1
+    assert re.search(r"from memory, [\d.]+ (B|KiB|MiB) in [\d.]+ s", again.stderr)
     assert again.stderr.count(EXITED) == (how in ("sys-exit-main", "with-exit", "exit-code"))
     assert again.stderr.count(HOW_ON) == again.stderr.count(EXITED)
     wait_until(lambda: not run.files(), what="the end of the keeper")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from keepstep import layout as layouts
 from keepstep.errors import IntegrityError
-from keepstep.layout import ALIGN, Entry, Layout, TensorView, align, decode, describe, digest
+from keepstep.layout import ALIGN, Entry, Layout, TensorView, align, decode, describe, digest, format_bytes
 
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -281,3 +281,8 @@ def test_describe_has_a_row_for_every_tensor() -> None:
         "path": "model.tied", "dtype": "float32", "shape": [3], "global_shape": [3], "region": [0], "offset": 12,
         "bytes": 24,
     }  # fmt: skip
+
+
+def test_sizes_are_printed_in_the_largest_unit_below_them() -> None:
+    sizes = (512, 38_200, 9 << 18, 3 << 30, 5 << 50)
+    assert [format_bytes(size) for size in sizes] == ["512 B", "37.3 KiB", "2.2 MiB", "3.0 GiB", "5120.0 TiB"]

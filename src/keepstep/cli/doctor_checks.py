@@ -23,13 +23,14 @@ import msgspec
 from keepstep._version import VERSION
 from keepstep.arena.memfd import MADV_POPULATE_READ, SEALS, Memfd
 from keepstep.cli.keepers import find_runs
-from keepstep.cli.tables import format_bytes, format_seconds
+from keepstep.cli.tables import format_seconds
 from keepstep.config import Config, as_environment, resolve
 from keepstep.control.secret_file import read_secret, security_level
 from keepstep.control.status import fetch_status
 from keepstep.errors import Error
 from keepstep.identity import ensure_private, identify, runtime_dir
 from keepstep.keeper.workers import memory_limits
+from keepstep.layout import format_bytes
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 TORCH_S = 60.0  # to import torch and register a page with CUDA: usually seconds, minutes on a cold network disk

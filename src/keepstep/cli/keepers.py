@@ -99,7 +99,8 @@ def choose(args: argparse.Namespace) -> Identity:
     return choose_run(settings(args))
 
 
-def choose_run(config: Config) -> Identity:
+def choose_run(config: Config, *, suggest: bool = True) -> Identity:
+    """The chosen run. `suggest`: an error may name another run to choose; not before something is destroyed."""
     meant = find_meant(config)
     living = [run for run in meant if run.alive]
     own = identify(config)
@@ -109,9 +110,11 @@ def choose_run(config: Config) -> Identity:
     if living:
         raise KeeperError(
             f"{len(living)} runs are on this node: {', '.join(map(str, living))}",
-            hint=f"--run-id {living[0].identity.run_id} (and --node-id {living[0].identity.node_id})",
+            hint=f"--run-id {living[0].identity.run_id} (and --node-id {living[0].identity.node_id})"
+            if suggest
+            else "--run-id NAME (and --node-id NAME)",
         )
-    raise _no_run(config, dead=meant)
+    raise _no_run(config, dead=meant, suggest=suggest)
 
 
 def choose_coordinator(config: Config) -> Identity:
@@ -127,20 +130,22 @@ def choose_coordinator(config: Config) -> Identity:
     return next((identity for identity in nodes if identity.node_id == coordinator), chosen)
 
 
-def _no_run(config: Config, *, dead: list[KnownRun]) -> KeeperError:
+def _no_run(config: Config, *, dead: list[KnownRun], suggest: bool) -> KeeperError:
     if dead:
         return KeeperError(
             f"the keeper of run {dead[0]} is dead",
             hint="its trainers start it again when they live; keepstep release removes its files",
         )
     where, others = runtime_dir(config), find_runs(config)
+    what = f"run {config.run_id!r}" if config.run_id else "any run of this user"
     if others:
+        named = f"{what} on node {config.node_id!r}" if config.node_id else what
+        if not suggest:
+            return KeeperError(f"no keeper serves {named} here", hint="keepstep status --all lists the runs")
         return KeeperError(
-            f"no keeper serves run {config.run_id!r} on node {config.node_id or 'any'!r} here; "
-            f"there is {', '.join(map(str, others))}",
+            f"no keeper serves {named} here; there is {', '.join(map(str, others))}",
             hint=f"--run-id {others[0].identity.run_id}",
         )
-    what = f"run {config.run_id!r}" if config.run_id else "any run of this user"
     return KeeperError(
         f"no keeper serves {what} on this node (looked in {where})",
         hint="start the job first; if it runs, --runtime-dir or KEEPSTEP_RUNTIME_DIR names the directory of its keeper",

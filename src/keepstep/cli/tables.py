@@ -37,15 +37,6 @@ def make_table(*columns: str, title: str | None = None) -> Table:
     return table
 
 
-def format_bytes(size_bytes: int) -> str:
-    size, unit = float(size_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
 def format_seconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"

@@ -25,5 +25,10 @@ def test_status_names_the_reasons_by_number() -> None:
     assert line == "120 takes · 8 skipped (sealing 6, later step 2) · 1 waited for the device, 0.2 s in all"
 
 
+def test_status_says_what_a_missing_grant_means_to_a_user() -> None:
+    line = str(_takes(_take_counters([counts(4, no_grant=3)])))
+    assert line == "4 takes · 3 skipped (memory not ready or other ranks behind 3)"
+
+
 def test_status_of_a_run_without_skips_is_short() -> None:
     assert str(_takes(_take_counters([counts(7)]))) == "7 takes · 0 skipped"

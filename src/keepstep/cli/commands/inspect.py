@@ -19,8 +19,9 @@ from keepstep import layout
 from keepstep.arena import records as h
 from keepstep.arena.slots import Arena
 from keepstep.cli.keepers import BorrowedArenas, add_choice, borrow_arenas, choose_run, connect, settings
-from keepstep.cli.tables import format_bytes, format_seconds, make_table, open_console
+from keepstep.cli.tables import format_seconds, make_table, open_console
 from keepstep.errors import IntegrityError, KeeperError, printable
+from keepstep.layout import format_bytes
 
 READ_TRIES = 5  # a slot is rewritten once per snapshot at most: after so many failures it is damaged
 

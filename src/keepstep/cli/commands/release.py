@@ -12,13 +12,13 @@ import select
 from dataclasses import dataclass
 
 from keepstep.cli.keepers import KnownRun, add_choice, choose_run, connect, find_meant, find_runs, peer, settings
-from keepstep.cli.tables import format_bytes
 from keepstep.config import Config
 from keepstep.control.client import REQUEST_S
 from keepstep.control.messages import Done, Release
 from keepstep.control.status import fetch_status
 from keepstep.errors import Error, KeeperError
 from keepstep.identity import Identity
+from keepstep.layout import format_bytes
 
 LEASED = "leased"
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         return _release_unused(config)
     if _swept(config):
         return 0
-    identity = choose_run(config)
+    identity = choose_run(config, suggest=False)
     try:
         released = release(identity, config, force=args.force)
     except KeeperError:

@@ -19,14 +19,17 @@ from rich.text import Text
 
 from keepstep.cli.keepers import KnownRun, add_choice, choose_run, find_runs, settings
 from keepstep.cli.risk import away_from, headline, newest_done, of_crash, unprotected
-from keepstep.cli.tables import count, format_bytes, format_seconds, format_step, make_table, open_console
+from keepstep.cli.tables import count, format_seconds, format_step, make_table, open_console
 from keepstep.config import Config
 from keepstep.control.status import fetch_status
 from keepstep.errors import Error, KeeperError
-from keepstep.types import RankStatus, Status
+from keepstep.layout import format_bytes
+from keepstep.types import NO_GRANT, RankStatus, Status
 
 WATCH_S = 1.0
 UNPROTECTED = 3
+
+SKIP_TEXTS = {NO_GRANT: "memory not ready or other ranks behind"}  # where the kind of a skip explains nothing
 
 
 class RunStatus(msgspec.Struct, frozen=True):
@@ -158,7 +161,8 @@ def _takes(counters: Mapping[str, float]) -> Text:
     """How the takes of this node's trainers ended."""
     prefix = "takes_skipped_"
     skipped = {name.removeprefix(prefix): int(n) for name, n in counters.items() if name.startswith(prefix) and n}
-    reasons = ", ".join(f"{kind.replace('_', ' ')} {n}" for kind, n in sorted(skipped.items(), key=lambda kv: -kv[1]))
+    by_count = sorted(skipped.items(), key=lambda item: -item[1])
+    reasons = ", ".join(f"{SKIP_TEXTS.get(kind, kind.replace('_', ' '))} {n}" for kind, n in by_count)
     parts = [count(int(counters["takes_asked"]), "take")]
     parts.append(f"{sum(skipped.values())} skipped" + (f" ({reasons})" if reasons else ""))
     if waited := int(counters.get("takes_waited", 0)):

@@ -11,10 +11,11 @@ import argparse
 import msgspec
 
 from keepstep.cli.keepers import add_choice, choose_run, connect, settings
-from keepstep.cli.tables import count, format_bytes, make_table, open_console
+from keepstep.cli.tables import count, make_table, open_console
 from keepstep.control.client import RESTORE_S
 from keepstep.control.messages import Verified, VerifyResult, WantVerify
 from keepstep.control.status import fetch_status
+from keepstep.layout import format_bytes
 from keepstep.types import SlotStatus, Status
 
 UNSOUND = 3

@@ -24,7 +24,7 @@ from keepstep.control.client import RESTORE_S
 from keepstep.control.messages import EXITED, FINISHED, RestoreFrom, WantRestore
 from keepstep.errors import CaptureError, IntegrityError
 from keepstep.identity import Identity
-from keepstep.layout import SnapshotSize
+from keepstep.layout import SnapshotSize, format_bytes
 from keepstep.parity.gpu import batches as parity
 from keepstep.trainer.connection.environment import RankPlace
 from keepstep.trainer.connection.keeper_link import KeeperLink
@@ -177,7 +177,7 @@ class RestoreRun:
     def _inform(self, restored: Restored) -> None:
         """Tell people, once for the job."""
         if self.place.rank == 0:
-            size, run_id = f"{restored.bytes / 1e9:.3g} GB", self.identity.run_id
+            size, run_id = format_bytes(restored.bytes), self.identity.run_id
             source = f"{restored.source.value}, {size} in {restored.duration_s:.1f} s"
             _inform(f"restored step {restored.step} of run {run_id!r} from {source}")
             if restored.note:
