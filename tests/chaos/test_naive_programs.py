@@ -35,6 +35,7 @@ EXACT = [
     ("naive/id_keys.py", "", {"FIXED": "1"}),
     ("naive/accelerate_loop.py", "", {"FIXED": "1"}),
     ("naive/hf_callback.py", "", {"FIXED": "1"}),
+    ("naive/hf_callback.py", "", {"FIXED": "1", "EVALUATE": "1"}),
     ("naive/fsdp2.py", RANKS_2, {}),
     ("naive/muon.py", "", {}),
 ]

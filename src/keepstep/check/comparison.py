@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from keepstep.check.evidence import ChangedValue, Evidence, compare_values, gather_evidence
+from keepstep.check.evidence import ChangedValue, Evidence, compare_values, gather_evidence, is_time
 from keepstep.check.printed_numbers import changed_numbers, unknown_numbers
 from keepstep.check.trajectory import RankRun, TakeRecord, TrainerLife
 from keepstep.control.check_events import VARIABLE, WORKERS
@@ -73,6 +73,18 @@ class RunComparison:
             for _, _, reference, take in self._pairs(run):
                 lost |= dict.fromkeys(v.path for v in self._beside(reference, take, evolving))
         return tuple(path.partition(" ")[2] for path in lost)
+
+    def changed_times(self, other: Sequence[RankRun]) -> tuple[str, ...]:
+        """Keys of the state that hold times, which differ and are not compared."""
+        return tuple(
+            dict.fromkeys(
+                path.rpartition(".")[2]
+                for run in other
+                for _, _, reference, take in self._pairs(run)
+                for path in reference.state.keys() & take.state.keys()
+                if reference.state[path] != take.state[path] and is_time(path, reference.state[path], take.state[path])
+            )
+        )
 
     def noise_of(self, other: Sequence[RankRun]) -> set[str]:
         """Surroundings that differ at any step of another undisturbed run, or that only one of the runs has."""

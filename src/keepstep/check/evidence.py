@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from keepstep.check.trajectory import TakeRecord
 from keepstep.control.check_events import BUFFER, MODULE, OPTIMIZER, TENSOR, VARIABLE, WORKERS
+
+# What a key is called that holds a time or a speed: eval_runtime, train_samples_per_second, epoch_time.
+_TIME_KEY = re.compile(
+    r"(?:^|[\W_])(?:runtime|walltime|time|seconds|elapsed|duration|timestamp|per_sec|per_second)"
+    r"(?:_(?:s|ms|ns|sec))?(?:\.\d+)*$"
+)
+_FRACTION = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -74,12 +82,19 @@ def gather_evidence(
 def compare_values(
     expected: dict[str, str], found: dict[str, str], ignored: Collection[str], *, only: Collection[str] | None = None
 ) -> tuple[ChangedValue, ...]:
-    """Every path whose value differs, in the order of the state."""
+    """Every path whose value differs, in the order of the state. Times are not compared."""
     paths = [path for path in {**expected, **found} if path not in ignored and (only is None or path in only)]
     return tuple(
         ChangedValue(path, expected.get(path, ""), found.get(path, ""))
         for path in paths
-        if expected.get(path) != found.get(path)
+        if expected.get(path) != found.get(path) and not is_time(path, expected.get(path, ""), found.get(path, ""))
+    )
+
+
+def is_time(path: str, *texts: str) -> bool:
+    """Whether the key is named like a time or a speed, and every value is a Python float."""
+    return _TIME_KEY.search(path) is not None and all(
+        _FRACTION.fullmatch(text) and not text.lstrip("-").isdigit() for text in texts
     )
 
 

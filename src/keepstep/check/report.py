@@ -62,6 +62,7 @@ def describe(result: CheckResult) -> str:
                 f"not compared: {_list(result.lost_variables)} changed during training and began anew after a kill. "
                 "Where such a variable matters, put it into a dict of the state"
             )
+        lines += _times(result)
         return "\n".join(lines)
     lines = ["not exact" if result.exact is False else "could not be checked"]
     difference = result.difference
@@ -77,6 +78,7 @@ def describe(result: CheckResult) -> str:
             lines.append(f"  and {len(difference.changed) - MAX_PATHS} paths more")
     if result.cause is not None:
         lines += [f"cause: {result.cause.name}: {result.cause.text}", f"try: {result.cause.remedy}"]
+    lines += _times(result)
     if result.last_lines:
         lines += ["the last lines of the command:", *(f"  {line}" for line in result.last_lines.splitlines())]
     return "\n".join(lines)
@@ -88,6 +90,10 @@ def _instants(result: CheckResult) -> list[str]:
         f"{_MOMENTS[order.moment].format(order.step)}{f', rank {order.rank}' if ranks else ''}"
         for order in result.kills
     ]
+
+
+def _times(result: CheckResult) -> list[str]:
+    return [f"not compared: times ({_list(result.times)})"] if result.times else []
 
 
 def _list(names: Sequence[str]) -> str:

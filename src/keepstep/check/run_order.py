@@ -49,6 +49,7 @@ class CheckResult:
     difference: Difference | None = None
     lost_variables: tuple[str, ...] = ()  # that have other values after a restore, and do not show in the state
     last_lines: str = ""
+    times: tuple[str, ...] = ()  # keys of the state that hold times, which are not compared
 
 
 def check(settings: CheckSettings, progress: Progress) -> CheckResult:
@@ -84,7 +85,8 @@ class RunOrder:
         steps = tuple(take.step for take in reference[0].takes)
         restored = tuple(life.restored for life in rank_runs(struck.events)[0].lives[1:])
         done = tuple(order for order in kills if order.number in struck.kills)
-        return replace(result, ranks=len(reference), steps=steps, kills=done, restored=restored)
+        times = comparison.changed_times(rank_runs(struck.events))
+        return replace(result, ranks=len(reference), steps=steps, kills=done, restored=restored, times=times)
 
     def _judge(self, comparison: RunComparison, struck: RunOutcome, num_ranks: int) -> CheckResult:
         """Compare the run with kills. What surrounds the state counts only when another run is made."""

@@ -15,7 +15,7 @@ from keepstep.check.evidence import ChangedValue, Evidence
 
 RANDOM = ChangedValue("rng.torch", "#a", "#b")
 RATE = ChangedValue("scheduler._last_lr.0", "0.1", "0.2")
-WEIGHT = ChangedValue("model.w", "#a", "#b")
+WEIGHT = ChangedValue("model.w", "#a float32", "#b float32")
 
 
 def step_difference(**evidence: Any) -> Difference:
@@ -65,6 +65,15 @@ def test_kernels_are_told_apart_from_what_is_not_seeded() -> None:
     assert undisturbed_cause(difference).name == "kernels"
     unseeded = replace(difference, evidence=Evidence(start_seen=True, start=(WEIGHT,)))
     assert undisturbed_cause(unseeded).name == "not deterministic"
+
+
+def test_kernels_are_named_only_where_a_tensor_of_floating_point_differs() -> None:
+    changed = (ChangedValue("progress.seen", "5", "6"), ChangedValue("progress.ids", "#a", "#b"))
+    cause = undisturbed_cause(replace(step_difference(), life=0, restored=None, changed=changed))
+    assert cause.name == "not deterministic"
+    assert "progress.seen" in cause.text
+    scalar = (ChangedValue("model.bias", "0.5 float32", "0.6 float32"),)
+    assert undisturbed_cause(replace(step_difference(), life=0, restored=None, changed=scalar)).name == "kernels"
 
 
 def test_keys_that_differ_in_each_process_are_told_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from runs import life, one_rank, taken
 
 from keepstep.check.comparison import AT_RESTORE, BESIDE, NOT_RESTORED, OF_STEPS, PRINTED, RunComparison
@@ -64,6 +65,37 @@ def test_random_states_that_nobody_draws_from_may_differ() -> None:
     calm = one_rank(life(*(taken(step, model=f"w{step}", **{"rng.numpy": "a"}) for step in range(2))))
     other = one_rank(life(*(taken(step, model=f"w{step}", **{"rng.numpy": "b"}) for step in range(2))))
     assert RunComparison(calm).first_difference(other) is None
+
+
+def test_times_in_the_state_are_not_compared_and_are_reported() -> None:
+    key = "progress.history.rest.1.eval_runtime"
+    calm = one_rank(life(taken(0, model="w0", **{key: "0.0086"})))
+    other = one_rank(life(taken(0, model="w0", **{key: "0.0047"})))
+    comparison = RunComparison(calm)
+    assert comparison.first_difference(other) is None
+    assert comparison.changed_times(other) == ("eval_runtime",)
+    slower = one_rank(life(taken(0, model="other", **{key: "0.0047"})))
+    difference = comparison.first_difference(slower)
+    assert difference is not None
+    assert [value.path for value in difference.changed] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("path", "found", "is_compared"),
+    [
+        ("rest.1.train_samples_per_second", "2.5", False),
+        ("epoch_time.3", "1e-05", False),
+        ("elapsed_s", "2.5", False),
+        ("lifetime", "2.5", True),
+        ("eval_loss", "2.5", True),
+        ("step_time", "2", True),  # a count
+        ("step_time", "2.5 float32", True),  # a tensor
+        ("step_time", "", True),  # missing
+    ],
+)
+def test_only_floats_under_the_name_of_a_time_are_times(path: str, found: str, is_compared: bool) -> None:
+    calm, other = one_rank(life(taken(0, **{path: "1.5"}))), one_rank(life(taken(0, **{path: found})))
+    assert (RunComparison(calm).first_difference(other) is not None) == is_compared
 
 
 def evolving(*averages: str, key: str = "tensor average.w") -> list[TakeRecord]:

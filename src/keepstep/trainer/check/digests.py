@@ -45,7 +45,8 @@ def read_state(objects: StateObjects, kinds: Collection[str] | None = None) -> d
             noted = codec.decode(value)
             digests |= {f"{RNG}.{path}.{name}": value_text(state) for name, state in noted.items()}
         elif isinstance(value, TensorRef):
-            digests[path] = tensor_digest(states.local_part(tensors[value.index], path))
+            tensor = states.local_part(tensors[value.index], path)
+            digests[path] = _with_type(tensor_digest(tensor), str(tensor.dtype))
         else:
             digests[path] = value_text(value)
     return digests
@@ -85,11 +86,17 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return "#" + digest.hexdigest()
 
 
+def _with_type(text: str, dtype: str) -> str:
+    """Append the type where it is one of floating point: kernels make only such tensors differ."""
+    name = dtype.removeprefix("torch.")
+    return f"{text} {name}" if name.startswith(("float", "bfloat", "complex")) else text
+
+
 def value_text(value: Any) -> str:
     """A short value as it is written in Python, any other as its digest."""
     if isinstance(value, InlineTensor):
         digest = xxhash.xxh3_64(f"{value.dtype} {value.shape}".encode())
         digest.update(value.data)
-        return "#" + digest.hexdigest()
+        return _with_type("#" + digest.hexdigest(), value.dtype)
     text = repr(value)
     return text if len(text) <= SHORT else "#" + xxhash.xxh3_64(codec.encode(value)).hexdigest()

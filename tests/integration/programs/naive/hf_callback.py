@@ -1,6 +1,6 @@
 """transformers' Trainer with keepstep in a callback, as its documentation of callbacks suggests.
 
-FIXED=1: with keepstep's adapter for transformers.
+FIXED=1: with keepstep's adapter for transformers. EVALUATE=1: it evaluates, which logs how long that takes.
 """
 
 import os
@@ -41,10 +41,11 @@ rows = [{"x": torch.randn(6), "labels": torch.randn(1)} for _ in range(24)]
 arguments = TrainingArguments(
     output_dir=os.environ["TMPDIR"], per_device_train_batch_size=4, num_train_epochs=2, logging_steps=1,
     save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-2,
+    eval_strategy="steps" if os.environ.get("EVALUATE") == "1" else "no", eval_steps=2,
 )  # fmt: skip
 if os.environ.get("FIXED") == "1":
     from keepstep.frameworks.transformers import keep
 
-    keep(Trainer(model=Net(), args=arguments, train_dataset=rows)).train()
+    keep(Trainer(model=Net(), args=arguments, train_dataset=rows, eval_dataset=rows)).train()
 else:
-    Trainer(model=Net(), args=arguments, train_dataset=rows, callbacks=[KeepStep()]).train()
+    Trainer(model=Net(), args=arguments, train_dataset=rows, eval_dataset=rows, callbacks=[KeepStep()]).train()

@@ -25,6 +25,15 @@ def test_kinds_can_be_chosen() -> None:
     assert "counts.best" not in read_state(StateObjects(state), (MODULE,))
 
 
+def test_tensors_of_floating_point_have_their_type() -> None:
+    state = {"model": torch.nn.Linear(2, 1), "counts": {"seen": torch.ones(40, dtype=torch.int64), "mean": 0.5}}
+    digests = read_state(StateObjects(state))
+    assert digests["model.weight"].endswith(" float32")
+    assert digests["model.bias"] == f"{state['model'].bias.item()!r} float32"  # type: ignore[union-attr]
+    assert " " not in digests["counts.seen"]
+    assert digests["counts.mean"] == "0.5"
+
+
 def test_random_states_that_a_loader_notes_are_random_states() -> None:
     loader = keepstep.Loader(torch.utils.data.DataLoader(range(4), shuffle=True))
     objects = StateObjects({"loader": loader})
