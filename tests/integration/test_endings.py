@@ -81,6 +81,13 @@ def test_program_that_ends_otherwise_keeps_the_state_and_says_so(run: LocalRun, 
     wait_until(lambda: not run.files(), what="the end of the keeper")
 
 
+def test_second_part_of_a_program_under_the_same_run_is_warned_of(run: LocalRun) -> None:
+    ended = train(run, "close-twice")
+    assert ended.stdout.split() == ["restored", "None"] * 2
+    assert ended.stderr.count("run 'test-run' has finished in this process before") == 1
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_keeper_of_a_failed_launch_without_a_name_is_named_found_and_soon_gone(run: LocalRun) -> None:
     ended = train(run, "error", environ={"KEEPSTEP_RUN_ID": ""})
     named = re.search(r"this run has no id, it is called '(launch-[\d-]+)': no later start restores", ended.stderr)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 
@@ -23,7 +24,9 @@ from keepstep.trainer.connection.environment import (
 )
 from keepstep.trainer.connection.keeper_link import KeeperLink, RankState
 
+log = logging.getLogger("keepstep")
 _open_here: set[str] = set()
+_finished_here: set[str] = set()
 _found: dict[str, TrainerJob] = {}  # opened by `find`, until a Snapshotter takes them
 
 
@@ -56,6 +59,11 @@ class TrainerJob:
         warn_about_shared_store()
         if key in _open_here:
             raise ConfigError("another Snapshotter of this run is open in this process", hint="close() it first")
+        if key in _finished_here and identity.outlives_launch and place.rank == 0:
+            log.warning(
+                "run %r has finished in this process before: after a restart its first Snapshotter would restore what "
+                "this one captures. Give each part of a program a run id of its own: Config(run_id=...)", identity.run_id,
+            )  # fmt: skip
         rank = RankState()
         job = cls(settings, place, identity, KeeperLink.for_trainer(identity, settings, place, rank), rank, key)
         job.link.connect()
@@ -70,6 +78,8 @@ class TrainerJob:
     def close(self, *, finished: bool) -> None:
         self.link.close(finished=finished)
         _open_here.discard(self.key)
+        if finished and self.rank.step >= 0:
+            _finished_here.add(self.key)
 
 
 def find(config: Config | None = None) -> int | None:
