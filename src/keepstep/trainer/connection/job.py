@@ -62,8 +62,9 @@ class TrainerJob:
         if key in _finished_here and identity.outlives_launch and place.rank == 0:
             log.warning(
                 "run %r has finished in this process before: after a restart its first Snapshotter would restore what "
-                "this one captures. Give each part of a program a run id of its own: Config(run_id=...)", identity.run_id,
-            )  # fmt: skip
+                "this one captures. Give each part of a program a run id of its own: Config(run_id=...)",
+                identity.run_id,
+            )
         rank = RankState()
         job = cls(settings, place, identity, KeeperLink.for_trainer(identity, settings, place, rank), rank, key)
         job.link.connect()
