@@ -285,6 +285,7 @@ def plain(value: Any) -> Any:
 
 def main(argv: list[str]) -> None:
     warnings.simplefilter("ignore")
+    warnings.filterwarnings("error", "You're resuming from a checkpoint that ended before the epoch ended")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     run(Fit(**json.loads(argv[0])))
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections import OrderedDict
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
@@ -28,6 +30,7 @@ from keepstep.trainer.snapshotter import Snapshotter
 log = logging.getLogger("keepstep")
 
 LAST_SNAPSHOT_S = 60.0
+LOST_POSITION = "You're resuming from a checkpoint that ended before the epoch ended"
 REHEARSED_RANKS = 3  # Two ranks sum in the same order, whatever the buckets are.
 
 # They exchange parts of the model or the optimizer while it trains, or keep parameters outside of the module.
@@ -57,6 +60,7 @@ class Keep(pl.Callback):
         if self._fit is not None:
             self._fit.check_loader()
             self._fit.hold_validation()
+            self._fit.hold_warning()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -125,6 +129,18 @@ class KeptFit:
         if self._restored is not None:
             self._limit_val_batches = self._trainer.limit_val_batches
             self._trainer.limit_val_batches = 0
+
+    def hold_warning(self) -> None:
+        """Keep Lightning from warning in mid-epoch that the position of the dataloader is lost: it is restored."""
+        if self._restored is not None:
+            self._trainer.fit_loop.epoch_loop.reset = self._reset_epoch
+
+    def _reset_epoch(self) -> None:
+        loop = self._trainer.fit_loop.epoch_loop
+        del loop.reset
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", LOST_POSITION, PossibleUserWarning)
+            loop.reset()
 
     def rehearse(self) -> None:
         """Make one update, before the state is written: DDP then has its buckets in their final order.

@@ -80,7 +80,7 @@ class TrainLoader(DataLoader[Any]):
             loader = self._wrapped if isinstance(self._wrapped, Loader) else Loader(self._wrapped)
             self._position.attach(loader)
             vars(self).update(_batches=loader)
-        return _ReportingIterator(iter(self._batches), self._listener)
+        return _ReportingIterator(self._batches.begin_pass(), self._listener)
 
 
 class StatefulTrainLoader(TrainLoader):

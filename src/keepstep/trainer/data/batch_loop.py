@@ -89,4 +89,4 @@ class BatchLoop:
     def _begin_pass(self) -> Iterator[Any]:
         if not self._loader.resumes:
             self._loader.set_epoch(self._loader.epoch)
-        return iter(self._loader)
+        return self._loader.begin_pass()

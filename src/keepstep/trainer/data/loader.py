@@ -42,9 +42,15 @@ class Loader(DataLoader[Any]):
         self._given_before = 0  # batches of the passes before it
         self._resumes = False  # The next pass goes on with the one of the snapshot.
         self._num_given = 0  # batches of that pass
+        self._saved_epoch = 0  # its epoch
+        self._is_epoch_set = False  # The program has set an epoch since.
         self._set_rng: Callable[[], object] = _leave
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self.begin_pass(if_empty=self._of_ended_epoch())
+
+    def begin_pass(self, *, if_empty: str = "") -> LoaderPass:
+        """An iterator for a loop that keeps the number of the epoch in the state. `if_empty`: see LoaderPass."""
         self._warn_about_dropped()
         if self._resumes:
             batches = self._source.resume(self._num_given)
@@ -52,7 +58,7 @@ class Loader(DataLoader[Any]):
         else:
             batches, progress = self._source.begin(), PassProgress()
         self._given_before = self.num_given
-        newest = LoaderPass(batches, progress, self._set_rng)
+        newest = LoaderPass(batches, progress, self._set_rng, if_empty)
         self._resumes, self._set_rng = False, _leave
         self._progress, self._newest = progress, weakref.ref(newest)
         return newest
@@ -62,7 +68,7 @@ class Loader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: for all samplers, and for an iterable dataset."""
-        self.epoch = epoch
+        self.epoch, self._is_epoch_set = epoch, True
         set_all_epochs(self._wrapped, epoch)
 
     @property
@@ -103,6 +109,7 @@ class Loader(DataLoader[Any]):
             )
         self._newest = None
         self.epoch, self._resumes, self._num_given = state["epoch"], state["resumes"], state["num_given"]
+        self._saved_epoch, self._is_epoch_set = self.epoch, False
         self._source.load(state["source"])
 
     def set_rng_at_resume(self, set_rng: Callable[[], object]) -> None:
@@ -117,6 +124,15 @@ class Loader(DataLoader[Any]):
                 "the first iterator after the restore was dropped after one batch, and the rest of its epoch is lost: "
                 "do not peek with next(iter(loader)); take what it is for from the dataset"
             )
+
+    def _of_ended_epoch(self) -> str:
+        """What to warn of, should the next iterator give no batch: a program may take it for an epoch of its own."""
+        if not self._resumes or (self._is_epoch_set and self.epoch == self._saved_epoch):
+            return ""
+        ended, begin = "its epoch", "epoch restored.step // len(loader)"
+        if self._is_epoch_set:
+            ended, begin = f"epoch {self._saved_epoch}", f"epoch {self._saved_epoch} (restored.step // len(loader))"
+        return f"the restored snapshot was the last of {ended}: this iterator gives no batch; begin the loop at {begin}"
 
     # What frameworks ask a DataLoader for
 
@@ -139,9 +155,11 @@ class PassProgress:
 class LoaderPass:
     """One pass through a Loader."""
 
-    def __init__(self, batches: Iterator[Any], progress: PassProgress, set_rng: Callable[[], object]) -> None:
-        """`set_rng`: called just before the first batch is asked for."""
-        self._batches, self._progress, self._set_rng = batches, progress, set_rng
+    def __init__(
+        self, batches: Iterator[Any], progress: PassProgress, set_rng: Callable[[], object], if_empty: str = ""
+    ) -> None:
+        """`set_rng`: called just before the first batch is asked for. `if_empty`: the warning, if there is none."""
+        self._batches, self._progress, self._set_rng, self._if_empty = batches, progress, set_rng, if_empty
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -152,6 +170,8 @@ class LoaderPass:
         try:
             batch = next(self._batches)
         except StopIteration:
+            if self._if_empty and self._progress.num_given == self._progress.resumed_at and not self._progress.ended:
+                log.warning(self._if_empty)
             self._progress.ended = True
             raise
         self._progress.num_given += 1

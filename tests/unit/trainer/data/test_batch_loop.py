@@ -46,6 +46,15 @@ def test_steps_bound_the_loop_in_mid_epoch_and_another_call_goes_on() -> None:
     assert run(loop, epochs=2, steps=4) == [0, "step 2", 1, "step 3"]
 
 
+def test_restored_end_of_an_epoch_is_gone_on_from_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    loader = Loader(DataLoader(torch.arange(1)))  # type: ignore[arg-type]
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict(loader.state_dict())
+    assert run(BatchLoop(loader, Watch(), 1), epochs=2) == [1, "step 1"]  # type: ignore[arg-type]
+    assert not caplog.messages
+
+
 def test_batches_without_a_step_are_not_taken() -> None:
     watch = Watch()
     loop = loop_over(4, watch)

@@ -196,3 +196,51 @@ def test_function_is_called_for_each_batch_and_counts_where_it_wants_to() -> Non
     other = Loader(lambda number: number * 10)
     other.load_state_dict(loader.state_dict())
     assert next(iter(other)) == 20
+
+
+def restored_at_end_of_epoch(epoch: int | None, num_batches: int = 4) -> Loader:
+    """A loader that was restored; its snapshot was taken with the last batch of the epoch, or before."""
+    loader = Loader(numbers())
+    if epoch is not None:
+        loader.set_epoch(epoch)
+    batches = iter(loader)
+    for _ in range(num_batches):
+        next(batches)
+    other = Loader(numbers())
+    other.load_state_dict(loader.state_dict())
+    return other
+
+
+def test_first_iterator_without_a_batch_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    loader = restored_at_end_of_epoch(None)
+    empty = iter(loader)
+    assert not caplog.messages
+    assert [list(empty), list(empty)] == [[], []]
+    assert caplog.messages == [
+        "the restored snapshot was the last of its epoch: this iterator gives no batch; begin the loop at epoch "
+        "restored.step // len(loader)"
+    ]
+    assert caplog.records[0].levelname == "WARNING"
+    assert len(list(loader)) == 4
+    assert len(caplog.messages) == 1
+
+
+def test_epoch_is_named_where_the_program_sets_another_one(caplog: pytest.LogCaptureFixture) -> None:
+    loader = restored_at_end_of_epoch(2)
+    loader.set_epoch(3)
+    assert list(loader) == []
+    assert caplog.messages == [
+        "the restored snapshot was the last of epoch 2: this iterator gives no batch; begin the loop at epoch 2 "
+        "(restored.step // len(loader))"
+    ]
+
+
+def test_loop_that_begins_at_the_right_epoch_or_goes_on_within_one_is_not_warned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader = restored_at_end_of_epoch(2)
+    loader.set_epoch(2)
+    assert list(loader) == []
+    assert len(list(restored_at_end_of_epoch(None, num_batches=3))) == 1
+    assert list(restored_at_end_of_epoch(None).begin_pass()) == []
+    assert not caplog.messages
