@@ -24,6 +24,7 @@ FOUND = [
     ("naive/accelerate_loop.py", "", {}, {"refused", "no snapshot"}),
     ("naive/accelerate_loop.py", "", {"STATEFUL": "1"}, {"position", "random"}),
     ("naive/lightning_callback.py", "", {}, {"position", "random"}),
+    ("naive/lightning_callback.py", "", {"FIXED": "1", "CHECKPOINT": "1"}, {"output directory"}),
     ("naive/id_keys.py", "", {}, {"refused", "keys", "no snapshot"}),
 ]
 EXACT = [
@@ -36,6 +37,7 @@ EXACT = [
     ("naive/accelerate_loop.py", "", {"FIXED": "1"}),
     ("naive/hf_callback.py", "", {"FIXED": "1"}),
     ("naive/hf_callback.py", "", {"FIXED": "1", "EVALUATE": "1"}),
+    ("naive/lightning_callback.py", "", {"FIXED": "1", "CHECKPOINT": "1", "EMPTIED": "1"}),
     ("naive/fsdp2.py", RANKS_2, {}),
     ("naive/muon.py", "", {}),
 ]

@@ -88,6 +88,8 @@ def undisturbed_cause(difference: Difference) -> Cause:
     """The cause of a difference between two undisturbed runs."""
     evidence = difference.evidence
     begun = _without_random(evidence.start)
+    if difference.changed and all(_is_of_output(value) for value in difference.changed):
+        return _output_directory(difference.changed)
     gone = [value.path for value in difference.changed if not value.found]
     new = [value.path for value in difference.changed if not value.expected]
     if gone and new and len(gone) + len(new) == len(difference.changed):
@@ -118,6 +120,23 @@ def undisturbed_cause(difference: Difference) -> Cause:
     return Cause(
         "not deterministic", text, "seed everything at the start: torch.manual_seed(), random, numpy, the data"
     )
+
+
+def _output_directory(changed: Sequence[ChangedValue]) -> Cause:
+    shown = next((value for value in changed if value.expected and value.found), changed[0])
+    names = f"{shown.path} is {shown.found or 'missing'} instead of {shown.expected or 'missing'}"
+    return Cause(
+        "output directory",
+        f"two undisturbed runs write into the same place, so each finds another name free: {names}",
+        "a fixed directory that the script empties where keepstep.find() returns None, and files that are overwritten "
+        "(ModelCheckpoint(directory, enable_version_counter=False)); or leave the paths out of the state",
+    )
+
+
+def _is_of_output(value: ChangedValue) -> bool:
+    """Whether a path of a file differs, as a value or within a key."""
+    texts = [text for text in (value.expected, value.found) if text]
+    return (len(texts) < 2 and "/" in value.path) or all(text[0] in "'\"" and "/" in text for text in texts)
 
 
 def failure_cause(calm: RunOutcome, reference: list[RankRun]) -> Cause | None:

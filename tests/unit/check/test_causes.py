@@ -76,6 +76,20 @@ def test_kernels_are_named_only_where_a_tensor_of_floating_point_differs() -> No
     assert undisturbed_cause(replace(step_difference(), life=0, restored=None, changed=scalar)).name == "kernels"
 
 
+def test_paths_that_differ_between_undisturbed_runs_are_of_the_output_directory() -> None:
+    changed = (
+        ChangedValue("fit.best_model_path", "'/runs/version_0/a.ckpt'", "'/runs/version_1/a.ckpt'"),
+        ChangedValue("fit.best_k_models./runs/version_0/a.ckpt", "0.5", ""),
+        ChangedValue("fit.best_k_models./runs/version_1/a.ckpt", "", "0.5"),
+    )
+    difference = replace(step_difference(), life=0, restored=None, changed=changed)
+    cause = undisturbed_cause(difference)
+    assert cause.name == "output directory"
+    assert "'/runs/version_1/a.ckpt' instead of '/runs/version_0/a.ckpt'" in cause.text
+    weights = replace(difference, changed=(*changed, WEIGHT))
+    assert undisturbed_cause(weights).name == "kernels"
+
+
 def test_keys_that_differ_in_each_process_are_told_apart() -> None:
     changed = (ChangedValue("optimizer.140", "#a", ""), ChangedValue("optimizer.150", "", "#a"))
     difference = replace(step_difference(), life=0, restored=None, changed=changed)

@@ -19,6 +19,7 @@ from keepstep.trainer.state.rng import GlobalEncoder, GlobalState
 from keepstep.values import InlineTensor, TensorRef
 
 SHORT = 48  # characters of a value that is recorded as it is
+LONGEST_PATH = 400  # characters of a file's path, which is recorded as it is too: a digest would not show what differs
 MAX_ITEMS = 64  # A longer list is one digest.
 RNG = "rng"
 NOTED = (".source.order", ".source.first", ".source.pool")
@@ -93,10 +94,11 @@ def _with_type(text: str, dtype: str) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A short value as it is written in Python, any other as its digest."""
+    """A short value or a path as it is written in Python, any other as its digest."""
     if isinstance(value, InlineTensor):
         digest = xxhash.xxh3_64(f"{value.dtype} {value.shape}".encode())
         digest.update(value.data)
         return _with_type("#" + digest.hexdigest(), value.dtype)
     text = repr(value)
-    return text if len(text) <= SHORT else "#" + xxhash.xxh3_64(codec.encode(value)).hexdigest()
+    limit = LONGEST_PATH if isinstance(value, str) and "/" in value else SHORT
+    return text if len(text) <= limit else "#" + xxhash.xxh3_64(codec.encode(value)).hexdigest()

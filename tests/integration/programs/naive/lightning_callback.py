@@ -1,4 +1,12 @@
-"""Lightning's Trainer with keepstep in a callback, as its documentation of callbacks suggests."""
+"""Lightning's Trainer with keepstep in a callback, as its documentation of callbacks suggests.
+
+FIXED=1: with keepstep's adapter for Lightning. CHECKPOINT=1: with checkpoints of Lightning's, in the same directory at
+each start; EMPTIED=1: which is emptied where nothing is restored.
+"""
+
+import os
+import shutil
+from pathlib import Path
 
 import lightning
 import torch
@@ -37,8 +45,20 @@ class Module(lightning.LightningModule):
 
 lightning.seed_everything(42, verbose=False)
 data = TensorDataset(torch.randn(24, 6), torch.randn(24, 1))
+callbacks = [KeepStep()]
+if os.environ.get("FIXED") == "1":
+    from keepstep.frameworks.lightning import Keep
+
+    callbacks = [Keep()]
+checkpoints = os.environ.get("CHECKPOINT") == "1"
+if checkpoints:
+    emptied = os.environ.get("EMPTIED") == "1"
+    directory = Path(os.environ["TMPDIR"], "checkpoints-of-a-run-with-a-long-name")
+    if emptied and keepstep.find() is None:
+        shutil.rmtree(directory, ignore_errors=True)
+    callbacks.append(lightning.pytorch.callbacks.ModelCheckpoint(directory, enable_version_counter=not emptied))
 trainer = lightning.Trainer(
-    max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    enable_model_summary=False, callbacks=[KeepStep()],
+    max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=checkpoints, callbacks=callbacks,
+    enable_progress_bar=False, enable_model_summary=False,
 )  # fmt: skip
 trainer.fit(Module(), DataLoader(data, batch_size=4, shuffle=True))

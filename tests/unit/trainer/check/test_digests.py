@@ -7,7 +7,7 @@ import random
 import torch
 
 import keepstep
-from keepstep.trainer.check.digests import read_state, tensor_digest
+from keepstep.trainer.check.digests import read_state, tensor_digest, value_text
 from keepstep.trainer.state.objects import MODULE, StateObjects
 
 
@@ -16,6 +16,12 @@ def test_tensors_of_other_type_or_shape_have_other_digests() -> None:
     digests = {tensor_digest(each) for each in (values, values.reshape(2, 2), values.int(), values + 1)}
     assert len(digests) == 4
     assert tensor_digest(torch.tensor(0.5)) == "0.5"
+
+
+def test_path_of_a_file_is_shown_whatever_its_length() -> None:
+    path = "/home/user/project/lightning_logs/version_1/checkpoints/epoch=0-step=3.ckpt"
+    assert value_text(path) == repr(path)
+    assert value_text("x" * len(path)).startswith("#")
 
 
 def test_kinds_can_be_chosen() -> None:
