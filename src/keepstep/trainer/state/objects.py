@@ -35,6 +35,7 @@ MODULE, OPTIMIZER, STATEFUL, PLAIN = "module", "optimizer", "stateful", "plain"
 LOADER, GENERATOR = "loader", "generator"
 MAX_NESTING = 8
 _HARMLESS = ("torch.", "keepstep.trainer.")  # Their methods only read.
+_INNER = ("optimizer", "base_optimizer")  # where an Optimizer holds another one: Lookahead, SAM, Accelerate
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,12 @@ def _expand(path: str, thing: Any) -> Iterator[StateObject]:
         shared = {id(group) for optimizer in inner for group in optimizer.param_groups}
         if not shared.issuperset(map(id, thing.param_groups)):
             yield StateObject(f"{path}.param_groups", STATEFUL, GroupOptions(thing))
+        return
+    if kind == OPTIMIZER:
+        outer = unwrap_optimizer(thing)
+        yield StateObject(path, OPTIMIZER, thing if _overrides_state_dict(thing) else outer)
+        for name, optimizer in _held_optimizers(outer):
+            yield from _expand(f"{path}.{name}", optimizer)
         return
     if kind == PLAIN and _holds_stateful(thing, 0):
         children = thing.items() if isinstance(thing, Mapping) else enumerate(thing)
@@ -168,10 +175,9 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 def has_own_state_dict(optimizer: Any, *, with_hooks: bool = False) -> bool:
     """Whether the form of its state is its own, not torch's `{"state": ..., "param_groups": ...}`."""
     chain = (optimizer, unwrap_optimizer(optimizer))
-    own = torch.optim.Optimizer.state_dict
     if with_hooks and (chain[1]._optimizer_state_dict_pre_hooks or chain[1]._optimizer_state_dict_post_hooks):
         return True
-    return any(type(each).state_dict is not own or "state_dict" in vars(each) for each in chain)
+    return any(map(_overrides_state_dict, chain))
 
 
 def is_foreign(item: StateObject) -> bool:
@@ -189,11 +195,35 @@ def is_torch_form(tree: Any) -> bool:
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that torch's hooks see, inside wrappers such as Accelerate's."""
+    """The optimizer whose state `state_dict()` gives, inside wrappers such as Accelerate's.
+
+    A wrapper with torch's own `state_dict()` gives its own state, and is none unless that is the inner one's.
+    """
     for _ in range(MAX_NESTING):
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, torch.optim.Optimizer):
             break
+        if not (_overrides_state_dict(optimizer) or _has_state_of(optimizer, inner)):
+            break
         optimizer = inner
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
+
+
+def _held_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """The optimizers that one with torch's own `state_dict()` steps: their state is not in its answer."""
+    if _overrides_state_dict(optimizer):
+        return
+    for name in _INNER:
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+            yield name, inner
+
+
+def _overrides_state_dict(optimizer: Any) -> bool:
+    return type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or "state_dict" in vars(optimizer)
+
+
+def _has_state_of(optimizer: Any, inner: torch.optim.Optimizer) -> bool:
+    same_groups = getattr(optimizer, "param_groups", None) is inner.param_groups
+    return same_groups and getattr(optimizer, "state", None) is inner.state

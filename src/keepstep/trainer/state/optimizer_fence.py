@@ -187,7 +187,7 @@ class OptimizerFence:
     @property
     def stepped(self) -> bool:
         """Whether an optimizer has stepped since the last `take`, or there is none that could be seen to."""
-        return self._stepped or not self.watched
+        return self._stepped or not self.optimizers
 
     def take_stepped(self) -> bool:
         """Whether any optimizer has stepped since the last call, which each `take` makes, captured or not."""

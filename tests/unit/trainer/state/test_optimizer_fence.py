@@ -51,3 +51,9 @@ def test_announced_updates_cover_what_no_optimizer_and_no_forward_writes() -> No
         assert fence.take_stepped()
     finally:
         fence.close()
+
+
+def test_without_an_optimizer_each_batch_counts_as_a_step() -> None:
+    fence = OptimizerFence([])
+    assert fence.stepped
+    assert not OptimizerFence([("sgd", torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))]).stepped
