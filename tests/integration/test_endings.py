@@ -88,6 +88,20 @@ def test_second_part_of_a_program_under_the_same_run_is_warned_of(run: LocalRun)
     assert ended.returncode == 0, ended.stderr
 
 
+def test_start_after_one_without_a_complete_snapshot_says_that_it_begins_anew(run: LocalRun) -> None:
+    anew = "keepstep: the last start of run 'test-run' left no complete snapshot: beginning anew\n"
+    first = train(run, "error", "-1")
+    assert first.returncode == 1, first.stderr
+    assert "beginning anew" not in first.stderr
+    second = train(run, "error", "0")
+    assert second.stdout.split() == ["restored", "None"]
+    assert second.stderr.count(anew) == 1
+    third = train(run, "close", "0")
+    assert third.stdout.split() == ["restored", "0"]
+    assert "beginning anew" not in third.stderr
+    wait_until(lambda: not run.files(), what="the end of the keeper")
+
+
 def test_keeper_of_a_failed_launch_without_a_name_is_named_found_and_soon_gone(run: LocalRun) -> None:
     ended = train(run, "error", environ={"KEEPSTEP_RUN_ID": ""})
     named = re.search(r"this run has no id, it is called '(launch-[\d-]+)': no later start restores", ended.stderr)

@@ -248,6 +248,7 @@ class RestoreFrom(msgspec.Struct, frozen=True, tag=True):
     source: str = "memory"  # memory or parity: where this rank's bytes came from.
     streams: list[ReplicaSetSource] = []
     ended: str = ""  # FINISHED or EXITED; empty: otherwise, or not known.
+    had_arenas: bool = False  # This node had arenas of an earlier start.
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

@@ -25,6 +25,7 @@ def begin_incarnation(node: NodeState) -> None:
     node.restore.requests, node.restore.loaded_requests = [], []
     if any(trainer.loaded for trainer in node.trainers.registered.values()):
         node.restore.ended = node.trainers.last_end()
+    node.restore.had_arenas = bool(node.arenas.by_id)
     _forget_plan(node)
 
 
@@ -226,7 +227,7 @@ def _answer(node: NodeState, trainer: RegisteredTrainer, ticket: int) -> Restore
         kind = IntegrityError if order.damage else RecoveryError
         return kind(order.failure, hint="keepstep inspect shows what is held; keepstep release gives it up")
     if order.version is None:
-        return RestoreFrom(None, "", 0, 0, list(order.reasons), ticket)
+        return RestoreFrom(None, "", 0, 0, list(order.reasons), ticket, had_arenas=node.restore.had_arenas)
     register = trainer.register
     piece = next((p for p in order.pieces if p.rank == register.rank), None)
     place = node.restore.places.get(register.rank)

@@ -358,6 +358,7 @@ class NodeRestore:  # What this node restores in this incarnation. Written by `r
     ready_number: int = 0  # the plan for which all snapshots are here and verified
     failures: list[Failure] = field(default_factory=list)
     ended: str = ""  # how the last incarnation that had its state ended: RestoreFrom.ended
+    had_arenas: bool = False  # an earlier incarnation has left arenas, whatever they hold
 
 
 @dataclass

@@ -107,6 +107,9 @@ class RestoreRun:
             answer, fds = self._ask(uploader)
             watch.lap("asking and checking")
             if answer.version is None:
+                if answer.had_arenas and self.place.rank == 0:
+                    run_id = self.identity.run_id
+                    _inform(f"the last start of run {run_id!r} left no complete snapshot: beginning anew")
                 return None
             with ReplicaChunks(fds[1:]) as sources, closing(open_view(fds[0], self.identity)) as view:
                 self._rehearse(rehearsal)
