@@ -18,6 +18,7 @@ RANKS_2 = "2 ranks"
 # program, ranks, environment, causes of which one is named
 FOUND = [
     ("prefetch.py", "", {}, {"data fetched ahead"}),
+    ("lost_epoch.py", "", {}, {"position"}),
     ("naive/mingpt_ddp.py", RANKS_2, {}, {"position", "random"}),
     ("naive/multigpu_torchrun.py", RANKS_2, {}, {"position", "fails after restore"}),
     ("naive/hf_callback.py", "", {}, {"position"}),
@@ -30,6 +31,7 @@ FOUND = [
 EXACT = [
     ("prefetch.py", "", {"CARRIED": "1"}),
     ("prefetch.py", "", {"BATCHES": "1"}),
+    ("lost_epoch.py", "", {"RIGHT": "1"}),
     ("naive/mingpt_ddp.py", RANKS_2, {"FIXED": "1"}),
     ("naive/mingpt_ddp.py", RANKS_2, {"BATCHES": "1"}),
     ("naive/multigpu_torchrun.py", RANKS_2, {"FIXED": "1"}),

@@ -29,3 +29,12 @@ def test_average_outside_the_state_is_found_although_the_state_is_equal(tmp_path
     assert code == 1, text
     assert report["result"]["cause"]["name"] == "tensor outside", text
     assert "average.shadow" in text
+
+
+@pytest.mark.timeout(240)
+def test_epoch_that_is_lost_behind_the_last_step_is_not_plainly_exact(tmp_path: Path) -> None:
+    code, text, _ = check(tmp_path, "lost_epoch.py", "--steps", "5", "--kills", "3")
+    assert code == 0, text
+    assert text.startswith("exact so far: 5 steps"), text
+    assert "but `epoch` was 0 instead of 1 at step 3;" in text, text
+    assert "spent" not in text, "a time differs in undisturbed runs too"

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from keepstep.check.evidence import ChangedValue, Evidence, compare_values, gather_evidence, is_time
+from keepstep.check.evidence import ChangedValue, Evidence, compare_values, gather_evidence, is_number, is_time
 from keepstep.check.printed_numbers import changed_numbers, unknown_numbers
 from keepstep.check.trajectory import RankRun, TakeRecord, TrainerLife
 from keepstep.control.check_events import VARIABLE, WORKERS
@@ -37,6 +37,16 @@ class Difference:
     evidence: Evidence = field(default_factory=Evidence)
     expected_step: int = -1
     text: str = ""
+
+
+@dataclass(frozen=True)
+class LostNumber:
+    """A variable with another number after a restore than in the undisturbed run at the same step."""
+
+    name: str
+    step: int
+    expected: str
+    found: str
 
 
 class RunComparison:
@@ -67,12 +77,22 @@ class RunComparison:
 
     def lost_variables(self, other: Sequence[RankRun]) -> tuple[str, ...]:
         """Variables of the program that evolve, and have other values after a restore. No difference by themselves."""
-        lost: dict[str, None] = {}
+        return tuple(dict.fromkeys(value.path.partition(" ")[2] for _, value in self._lost(other)))
+
+    def lost_numbers(self, other: Sequence[RankRun]) -> tuple[LostNumber, ...]:
+        """The first step of each such variable that is a number; those of epochs first."""
+        numbers: dict[str, LostNumber] = {}
+        for step, value in self._lost(other):
+            name = value.path.partition(" ")[2]
+            if is_number(value.expected) and is_number(value.found):
+                numbers.setdefault(name, LostNumber(name, step, value.expected, value.found))
+        return tuple(sorted(numbers.values(), key=lambda number: "epoch" not in number.name.lower()))
+
+    def _lost(self, other: Sequence[RankRun]) -> Iterator[tuple[int, ChangedValue]]:
         for run in other:
             evolving = self._evolving(run.rank, {VARIABLE})
             for _, _, reference, take in self._pairs(run):
-                lost |= dict.fromkeys(v.path for v in self._beside(reference, take, evolving))
-        return tuple(path.partition(" ")[2] for path in lost)
+                yield from ((take.step, value) for value in self._beside(reference, take, evolving))
 
     def changed_times(self, other: Sequence[RankRun]) -> tuple[str, ...]:
         """Keys of the state that hold times, which differ and are not compared."""

@@ -14,7 +14,7 @@ _TIME_KEY = re.compile(
     r"(?:^|[\W_])(?:runtime|walltime|time|seconds|elapsed|duration|timestamp|per_sec|per_second)"
     r"(?:_(?:s|ms|ns|sec))?(?:\.\d+)*$"
 )
-_FRACTION = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,13 @@ def compare_values(
 def is_time(path: str, *texts: str) -> bool:
     """Whether the key is named like a time or a speed, and every value is a Python float."""
     return _TIME_KEY.search(path) is not None and all(
-        _FRACTION.fullmatch(text) and not text.lstrip("-").isdigit() for text in texts
+        is_number(text) and not text.lstrip("-").isdigit() for text in texts
     )
+
+
+def is_number(text: str) -> bool:
+    """Whether the value is a number of Python's, or a tensor of one number that is not in the state."""
+    return _NUMBER.fullmatch(text) is not None
 
 
 def compare_random(before: dict[str, str], after: dict[str, str]) -> tuple[ChangedValue, ...]:

@@ -55,7 +55,7 @@ def print_result(result: CheckResult) -> None:
 def describe(result: CheckResult) -> str:
     """The verdict as lines of text."""
     if result.exact:
-        lines = [f"exact: {len(result.steps)} steps are equal bit for bit, with {len(result.kills)} kills"]
+        lines = [_exact(result)]
         lines += [f"  {text}" for text in _instants(result)]
         if result.lost_variables:
             lines.append(
@@ -90,6 +90,18 @@ def _instants(result: CheckResult) -> list[str]:
         f"{_MOMENTS[order.moment].format(order.step)}{f', rank {order.rank}' if ranks else ''}"
         for order in result.kills
     ]
+
+
+def _exact(result: CheckResult) -> str:
+    equal = f"{len(result.steps)} steps are equal bit for bit, with {len(result.kills)} kills"
+    if not result.lost_numbers:
+        return f"exact: {equal}"
+    first, *others = result.lost_numbers
+    more = f" (and so were {_list([number.name for number in others])})" if others else ""
+    return (
+        f"exact so far: {equal}, but `{first.name}` was {first.found} instead of {first.expected} at step {first.step}"
+        f"{more}; run it to its end with --steps"
+    )
 
 
 def _times(result: CheckResult) -> list[str]:

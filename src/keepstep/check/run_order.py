@@ -1,7 +1,7 @@
 """The order of a check: an undisturbed run, one with kills, and a second undisturbed one where those differ.
 
-The second tells a program that is not deterministic by itself from one that is not restored exactly. Where nothing
-differs there is nothing to tell apart, and it is left out.
+The second tells a program that is not deterministic by itself from one that is not restored exactly, and a time from a
+counter that a restore loses. Where nothing differs there is nothing to tell apart, and it is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from keepstep.check.causes import Cause, cause_of, crash_cause, ended_early, failure_cause, undisturbed_cause
 from keepstep.check.command_run import FAILED, LOOPING, STALLED, STOPPED, CommandRun, RunOutcome, adopting_orphans
-from keepstep.check.comparison import Difference, RunComparison
+from keepstep.check.comparison import Difference, LostNumber, RunComparison
 from keepstep.check.kill_plan import choose_kills
 from keepstep.check.trajectory import RankRun, rank_runs
 from keepstep.control.check_events import WITHIN, CheckOrders, KillOrder, TrainerEvent
@@ -48,6 +48,7 @@ class CheckResult:
     cause: Cause | None = None
     difference: Difference | None = None
     lost_variables: tuple[str, ...] = ()  # that have other values after a restore, and do not show in the state
+    lost_numbers: tuple[LostNumber, ...] = ()  # of these, where the command would have gone on behind the last step
     last_lines: str = ""
     times: tuple[str, ...] = ()  # keys of the state that hold times, which are not compared
 
@@ -82,6 +83,11 @@ class RunOrder:
         result = self._judge(comparison, struck, len(reference))
         if result.exact is False and result.difference is not None:
             result = self._tell_apart(reference, struck, result)
+        elif result.lost_numbers and calm.ending == STOPPED:
+            # A time differs in each run: without those, the rest may show in the state later.
+            result = self._judge(self._without_noise(reference), struck, len(reference))
+        if calm.ending != STOPPED:
+            result = replace(result, lost_numbers=())  # It has come to its end: nothing shows later.
         steps = tuple(take.step for take in reference[0].takes)
         restored = tuple(life.restored for life in rank_runs(struck.events)[0].lives[1:])
         done = tuple(order for order in kills if order.number in struck.kills)
@@ -102,19 +108,24 @@ class RunOrder:
         beside = comparison.difference_beside(runs)
         if beside is not None:
             return CheckResult(False, cause=cause_of(beside, num_ranks), difference=beside)
-        return CheckResult(True, lost_variables=comparison.lost_variables(runs))
+        lost, numbers = comparison.lost_variables(runs), comparison.lost_numbers(runs)
+        return CheckResult(True, lost_variables=lost, lost_numbers=numbers)
 
     def _tell_apart(self, reference: list[RankRun], struck: RunOutcome, result: CheckResult) -> CheckResult:
         """Run undisturbed again: does the program differ by itself?"""
         assert result.difference is not None
-        last = max(take.step for take in reference[0].takes)
-        again = rank_runs(self._run("undisturbed again", CheckOrders(last_step=last)).events)
-        plain = RunComparison(reference)
+        again, plain = self._undisturbed_again(reference), RunComparison(reference)
         by_itself = plain.first_difference(again)
         if by_itself is not None and by_itself.step <= result.difference.step:
             return CheckResult(False, cause=undisturbed_cause(by_itself), difference=by_itself)
-        noise = plain.noise_of(again)
-        return self._judge(RunComparison(reference, noise), struck, len(reference))
+        return self._judge(RunComparison(reference, plain.noise_of(again)), struck, len(reference))
+
+    def _without_noise(self, reference: list[RankRun]) -> RunComparison:
+        return RunComparison(reference, RunComparison(reference).noise_of(self._undisturbed_again(reference)))
+
+    def _undisturbed_again(self, reference: list[RankRun]) -> list[RankRun]:
+        last = max(take.step for take in reference[0].takes)
+        return rank_runs(self._run("undisturbed again", CheckOrders(last_step=last)).events)
 
     def _orders(self, calm: RunOutcome, reference: list[RankRun], kills: list[KillOrder]) -> CheckOrders:
         last = max(take.step for take in reference[0].takes)

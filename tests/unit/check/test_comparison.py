@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from runs import life, one_rank, taken
 
-from keepstep.check.comparison import AT_RESTORE, BESIDE, NOT_RESTORED, OF_STEPS, PRINTED, RunComparison
+from keepstep.check.comparison import AT_RESTORE, BESIDE, NOT_RESTORED, OF_STEPS, PRINTED, LostNumber, RunComparison
 from keepstep.check.trajectory import TakeRecord
 
 CALM = one_rank(life(*(taken(step, model=f"w{step}") for step in range(4))))
@@ -117,6 +117,18 @@ def test_variables_are_reported_and_are_no_difference() -> None:
     comparison = RunComparison(one_rank(life(*calm)))
     assert comparison.difference_beside(runs) is None
     assert comparison.lost_variables(runs) == ("best",)
+    assert comparison.lost_numbers(runs) == (LostNumber("best", 2, "2", "0"),)
+    noisy = RunComparison(one_rank(life(*calm)), {"variable best"})
+    assert noisy.lost_numbers(runs) == ()
+
+
+def test_texts_and_lists_are_no_lost_numbers() -> None:
+    for before, after, other_text in (("'a'", "'b'", "'c'"), ("[1, 2]", "[1, 3]", "[1, 4]"), ("#a", "#b", "#c")):
+        calm, other = (evolving(before, before, last, key="variable x") for last in (after, other_text))
+        runs = one_rank(life(*other[:2]), life(other[2], restored=1))
+        comparison = RunComparison(one_rank(life(*calm)))
+        assert comparison.lost_variables(runs) == ("x",)
+        assert comparison.lost_numbers(runs) == ()
 
 
 def test_what_never_changes_beside_the_state_may_differ() -> None:
