@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from keepstep.errors import ConfigError
 from keepstep.trainer.data.index_sampler import PositionedSampler
 from keepstep.trainer.data.order_state import note_state, set_noted, undrawn
+from keepstep.trainer.data.sampler_states import SamplerStates
 from keepstep.trainer.data.worker_states import ReportingCollate, WorkerStart, without_reports
 from keepstep.trainer.state.loaders import (
     is_untouched,
@@ -48,8 +49,8 @@ class BatchSource(Protocol):
     def resume(self, num_given: int) -> Iterator[Any]:
         """Make the pass again that `load` has described, behind the batches that it gave. Leaves no draw behind."""
 
-    def state(self) -> dict[str, Any]:
-        """The position after the batch that was given last."""
+    def state(self, *, resumes: bool) -> dict[str, Any]:
+        """The position after the batch that was given last. `resumes`: it is within a pass."""
 
     def load(self, state: dict[str, Any]) -> None: ...
 
@@ -80,7 +81,7 @@ class ReplaySource:
         attributes = vars(self._loader)  # DataLoader refuses other samplers once it is constructed.
         which = "sampler" if loader.batch_sampler is None else "batch_sampler"
         attributes[which] = self._sampler = PositionedSampler(attributes[which])
-        self._start = WorkerStart(loader.worker_init_fn)
+        self._start = WorkerStart(loader.worker_init_fn, loader.collate_fn)
         if loader.num_workers:
             attributes["worker_init_fn"] = self._start
             attributes["collate_fn"] = ReportingCollate(loader.collate_fn)
@@ -92,8 +93,11 @@ class ReplaySource:
         self._order = b""  # what the order of this pass was drawn from, when its iterator was made
         self._first = b""  # the same at its first batch, where something was drawn in between
         self._epochs: list[int | None] = []
+        self._samplers = SamplerStates(loader)
+        self._sampler_states: list[Any] = []  # when the iterator of this pass was made
 
     def begin(self) -> Iterator[Any]:
+        self._sampler_states = self._samplers.now()
         self._order, self._first, self._epochs = note_state(self._generators), b"", sampler_epochs(self._parts)
         if not (self._keeps_workers and self._pool):
             self._workers, self._pool = {}, self._order
@@ -105,6 +109,7 @@ class ReplaySource:
         return self._new_batches(iterator, note_state(self._generators))
 
     def resume(self, num_given: int) -> Iterator[Any]:
+        self._samplers.set(self._sampler_states)
         set_sampler_epochs(self._parts, self._epochs)
         num_pads = self._num_pads(num_given)
         with undrawn(self._generators):
@@ -143,13 +148,16 @@ class ReplaySource:
         self._first = first if first != made else b""
         yield from without_reports(iterator, self._workers)
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, resumes: bool) -> dict[str, Any]:
         return {
             "order": self._order, "first": self._first, "epochs": self._epochs,
             "pool": self._pool if self._keeps_workers else b"", "workers": self._workers,
+            "samplers": self._sampler_states if resumes else self._samplers.now(),
         }  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
+        self._sampler_states = state["samplers"]
+        self._samplers.set(self._sampler_states)
         self._order, self._first, self._epochs = state["order"], state["first"], state["epochs"]
         self._pool, self._workers = state["pool"] or state["order"], state["workers"]
         vars(self._loader)["_iterator"] = None  # Workers that live have other seeds.
@@ -166,7 +174,7 @@ class OwnStateSource:
         self._generators = loader_generators(loader)
         self._workers: dict[int, bytes] = {}
         self._pool = b""
-        self._start = WorkerStart(getattr(loader, "worker_init_fn", None))
+        self._start = WorkerStart(getattr(loader, "worker_init_fn", None), getattr(loader, "collate_fn", None))
         if self._follows_workers:
             self._loader.worker_init_fn, self._loader.collate_fn = self._start, ReportingCollate(loader.collate_fn)
 
@@ -181,7 +189,7 @@ class OwnStateSource:
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         return without_reports(iterator, self._workers) if self._follows_workers else iterator
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, resumes: bool) -> dict[str, Any]:
         own = None if is_untouched(self._loader) else self._loader.state_dict()
         return {"own": own, "epochs": sampler_epochs(self._loader), "pool": self._pool, "workers": self._workers}
 
@@ -235,7 +243,7 @@ class StreamSource:
         with undrawn(self._generators):
             return iter(self._loader)
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, resumes: bool) -> dict[str, Any]:
         return {"dataset": self._dataset.state_dict(), "ended": self._stream.ended}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -278,7 +286,7 @@ class FunctionSource:
             self._num_given += 1
             yield batch
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, resumes: bool) -> dict[str, Any]:
         return {"num_given": self._num_given}
 
     def load(self, state: dict[str, Any]) -> None:

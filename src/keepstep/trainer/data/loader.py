@@ -97,7 +97,7 @@ class Loader(DataLoader[Any]):
         resumes, num_given = (True, self._progress.num_given) if self._is_open else (self._resumes, self._num_given)
         return {
             "kind": self._source.kind, "epoch": self.epoch, "resumes": resumes,
-            "num_given": num_given if resumes else 0, "source": self._source.state(),
+            "num_given": num_given if resumes else 0, "source": self._source.state(resumes=resumes),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from keepstep import values as codec
 from keepstep.trainer.data.order_state import note_state, set_noted
-from keepstep.trainer.state.loaders import dataset_generators
+from keepstep.trainer.state.loaders import worker_generators
 from keepstep.trainer.state.rng import Generator, generator_state
 
 
@@ -58,8 +58,8 @@ def without_reports(iterator: Iterator[Any], states: dict[int, bytes]) -> Iterat
 class WorkerStart:
     """Initialises a worker: as the user wants it, then with the random states of the snapshot."""
 
-    def __init__(self, initialise: Callable[[int], None] | None) -> None:
-        self._initialise = initialise
+    def __init__(self, initialise: Callable[[int], None] | None, collate: Any) -> None:
+        self._initialise, self._collate = initialise, collate
         self.states: dict[int, bytes] = {}  # by worker
         self.num_pads = 0
 
@@ -68,7 +68,7 @@ class WorkerStart:
             self._initialise(worker)
         info = get_worker_info()
         assert info is not None, "called in workers only"
-        _this_worker.generators = dataset_generators(info.dataset)
+        _this_worker.generators = worker_generators(info.dataset, self._collate)
         if worker in self.states:
             set_noted(self.states[worker], _this_worker.generators)
         _this_worker.num_pads = int(worker < self.num_pads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from keepstep.trainer.state.loaders import loader_generators
 from keepstep.trainer.state.rng import dtype_named, from_inline, set_generator, set_rng_state
 from keepstep.values import InlineTensor, TensorRef, TorchDevice, TorchDtype, TorchSize
 
+log = logging.getLogger("keepstep")
+
 
 class RandomStates:
     """The random states of a snapshot and the generators they belong to. Holds values, no memory of the arena."""
@@ -29,7 +32,13 @@ class RandomStates:
         loaders = tree.get("loaders", {})
         self._own = [(item.thing, tree["items"][item.path]) for item in items.of(s.GENERATOR)]
         for item in items.of(s.LOADER):
-            self._own += list(zip(loader_generators(item.thing), loaders.get(item.path, []), strict=False))
+            here, saved = loader_generators(item.thing), loaders.get(item.path, [])
+            if len(here) != len(saved) and item.path in loaders:
+                log.warning(
+                    "%s had %d random sources when it was saved and has %d now: make them before the Snapshotter",
+                    item.path, len(saved), len(here),
+                )  # fmt: skip
+            self._own += list(zip(here, saved, strict=False))
 
     def set(self) -> None:
         """Set all random states. Do it last: building iterators and loading may draw from them."""

@@ -1,43 +1,79 @@
-"""What the order of a data loader depends on: its generators, and the epochs of its samplers."""
+"""What the order and the samples of a data loader depend on: its random sources, and the epochs of its samplers."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-Generator = torch.Generator | random.Random | np.random.Generator
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
-MAX_DATASETS = 4  # datasets inside datasets, as torch's Subset has one
+MAX_DEPTH = 3  # A Subset of a ConcatDataset of datasets with transforms.
+MAX_PARTS = 256  # for each loader: `take` looks at all of them
+PARTS = ("dataset", "datasets", "transform", "transforms", "target_transform", "sampler", "batch_sampler", "collate_fn")
 
 
 def loader_generators(loader: Any) -> list[Generator]:
-    """The generators of a loader, its samplers and its dataset: its order is wrong unless they are set too."""
-    found = [getattr(part, "generator", None) for part in _order_parts(loader)]
-    found += dataset_generators(getattr(loader, "dataset", None))
-    generators: list[Generator] = []
-    for generator in found:
-        if isinstance(generator, Generator) and all(generator is not known for known in generators):
-            generators.append(generator)
-    return generators
+    """The random sources of a loader, its samplers, dataset and collate function: all are set by a restore."""
+    roots = [*order_parts(loader), getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)]
+    return _distinct([getattr(loader, "generator", None), *_random_sources(roots)])
 
 
-def dataset_generators(dataset: Any) -> list[Generator]:
-    """Generators that are attributes of a dataset, or of the one inside it."""
-    generators: list[Generator] = []
-    for _ in range(MAX_DATASETS):
-        if not hasattr(dataset, "__dict__"):
-            break
-        generators += [value for value in vars(dataset).values() if isinstance(value, Generator)]
-        dataset = vars(dataset).get("dataset")
-    return generators
+def worker_generators(dataset: Any, collate: Any) -> list[Generator]:
+    """The random sources that a loader worker has."""
+    return _distinct(_random_sources([dataset, collate]))
 
 
-def _order_parts(loader: Any) -> list[Any]:
+def _distinct(sources: list[Any]) -> list[Generator]:
+    generators = {id(source): source for source in sources if isinstance(source, Generator)}
+    return [source for source in generators.values() if not isinstance(source, random.SystemRandom)]
+
+
+def _random_sources(roots: list[Any]) -> list[Any]:
+    """Attributes that are random sources, of these objects and of the parts inside them."""
+    seen: set[int] = set()
+    found: list[Any] = []
+    level = roots
+    for _ in range(MAX_DEPTH + 1):
+        inside: list[Any] = []
+        for part in level:
+            if id(part) in seen or len(seen) >= MAX_PARTS:
+                continue
+            seen.add(id(part))
+            found += _held_by(part)
+            inside += _parts_of(part)
+        level = inside
+    return found
+
+
+def _held_by(part: Any) -> list[Any]:
+    values = list(getattr(part, "__dict__", {}).values())
+    return [value for value in (getattr(part, "generator", None), *values) if isinstance(value, Generator)]
+
+
+def _parts_of(part: Any) -> Iterator[Any]:
+    attributes = getattr(part, "__dict__", {})
+    for name in PARTS:
+        value = attributes.get(name)
+        if isinstance(value, (list, tuple)):
+            yield from value[:MAX_PARTS]
+        elif isinstance(value, Mapping):
+            yield from list(value.values())[:MAX_PARTS]
+        elif value is not None:
+            yield value
+
+
+def order_parts(loader: Any) -> list[Any]:
+    """The samplers of a loader."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    return [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    found: list[Any] = []
+    for part in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if part is not None and all(part is not known for known in found):
+            found.append(part)
+    return found
 
 
 def sampler_epochs(loader: Any) -> list[int | None]:
@@ -63,11 +99,7 @@ def set_all_epochs(loader: Any, epoch: int) -> None:
 
 
 def _samplers_with_epochs(loader: Any) -> list[Any]:
-    found: list[Any] = []
-    for part in _order_parts(loader)[1:]:
-        if callable(getattr(part, "set_epoch", None)) and all(part is not known for known in found):
-            found.append(part)
-    return found
+    return [part for part in order_parts(loader) if callable(getattr(part, "set_epoch", None))]
 
 
 def is_untouched(loader: Any) -> bool:

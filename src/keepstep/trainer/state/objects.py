@@ -123,7 +123,7 @@ def _kind(thing: Any) -> str:
         return MODULE
     if isinstance(thing, torch.optim.Optimizer):
         return OPTIMIZER
-    if isinstance(thing, (torch.Generator, random.Random, np.random.Generator)):
+    if isinstance(thing, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
         return GENERATOR
     if isinstance(thing, Stateful):
         return LOADER if isinstance(thing, torch.utils.data.DataLoader) or _iterates(thing) else STATEFUL

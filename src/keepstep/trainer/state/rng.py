@@ -20,7 +20,7 @@ from keepstep.values import InlineTensor
 
 log = logging.getLogger("keepstep")
 
-Generator = torch.Generator | random.Random | np.random.Generator
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ def generator_state(generator: Generator) -> Any:
         return inline_tensor(generator.get_state())
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
     return generator.bit_generator.state
 
 
@@ -101,6 +103,8 @@ def set_generator(generator: Generator, saved: Any) -> None:
         generator.set_state(from_inline(saved))
     elif isinstance(generator, random.Random):
         generator.setstate(saved)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(saved)
     else:
         generator.bit_generator.state = copy.deepcopy(saved)
 
