@@ -235,7 +235,7 @@ def _cause_of_step(difference: Difference, num_ranks: int) -> Cause:
     if generators:
         return _outside(generators)
     if moved := _without_random(evidence.moved):
-        return _changed_after_take(moved)
+        return _changed_after_take(moved, evidence)
     if changed := _without_random(evidence.start):
         return Cause(
             "changed after restore", f"{_names(changed)} is overwritten between restore() and the first step",
@@ -267,16 +267,22 @@ def _cause_of_step(difference: Difference, num_ranks: int) -> Cause:
     )
 
 
-def _changed_after_take(changed: tuple[ChangedValue, ...]) -> Cause:
-    names = _names(changed)
+def _changed_after_take(changed: tuple[ChangedValue, ...], evidence: Evidence) -> Cause:
+    names, in_batches = _names(changed), ""
+    if evidence.in_batches:
+        carried = f" (here {', '.join(evidence.carried[:MAX_NAMES])})" if evidence.carried else ""
+        in_batches = (
+            "do it in the body of the last batch of the epoch, not in that of the next one; and keep what the loop "
+            f"carries{carried} in a dict of the state"
+        )
     if any(re.search(r"\blr\b|_last_lr|last_epoch|_step_count|scheduler", value.path) for value in changed):
         return Cause(
             "scheduler after take", f"a scheduler steps after take(): {names}",
-            "call scheduler.step() before take()",
+            in_batches or "call scheduler.step() before take()",
         )  # fmt: skip
     return Cause(
         "changed after take", f"{names} changes between take() and the next step, and the change is lost",
-        "change it before take()",
+        in_batches or "change it before take()",
     )  # fmt: skip
 
 

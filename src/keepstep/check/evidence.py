@@ -43,6 +43,8 @@ class Evidence:
     evaluates: bool = False  # and evaluates between that `take` and that forward pass
     no_step: bool = False  # an optimizer stepped before the `take` in the undisturbed run only
     no_step_before: bool = False  # none stepped before the `take` before, in the undisturbed run
+    in_batches: bool = False  # the loop is one of `Snapshotter.batches`
+    carried: tuple[str, ...] = ()  # numbers that the loop itself sets behind that `take`, besides the epoch
     workers: bool = False  # a DataLoader has workers
 
 
@@ -75,6 +77,8 @@ def gather_evidence(
         evaluates=start.evaluated_first,
         no_step=start.stepped and not other.stepped,
         no_step_before=earlier is not None and not earlier.trace.stepped,
+        in_batches=start.in_batches,
+        carried=_carried(earlier, start.around),
         workers=any(path.startswith(f"{WORKERS} ") and text != "0" for path, text in expected.around.items()),
     )
 
@@ -117,6 +121,14 @@ def _changed_around(
     changed = compare_values(expected, found, ignored, only=(expected.keys() & found.keys()) | made_once)
     # What objects hold comes first: most variables of a function are set anew in each step.
     return tuple(sorted(changed, key=lambda value: value.path.startswith(f"{VARIABLE} ") and "." not in value.path))
+
+
+def _carried(earlier: TakeRecord | None, around: dict[str, str]) -> tuple[str, ...]:
+    before = earlier.around if earlier is not None else {}
+    changed = compare_values(before, around, (), only=before.keys() & around.keys())
+    counts = [value for value in changed if value.expected.isdigit() and value.found.isdigit()]
+    names = [value.path.partition(" ")[2] for value in counts if value.path.startswith(f"{VARIABLE} ")]
+    return tuple(name for name in names if name.rpartition(".")[2] != "epoch")
 
 
 def _holders(earlier: TakeRecord | None, inputs: tuple[str, ...]) -> tuple[str, ...]:

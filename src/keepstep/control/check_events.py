@@ -57,6 +57,7 @@ class StepTrace(msgspec.Struct, frozen=True):
     evaluated_first: bool = False  # some of them before the first one with gradients
     stepped: bool = False  # whether an optimizer stepped
     drawn: bool = False  # whether random numbers were drawn between the end of its step and `take`
+    in_batches: bool = False  # `Snapshotter.batches` made this `take`
 
 
 class TrainerEvent(msgspec.Struct, frozen=True):

@@ -160,7 +160,7 @@ class Snapshotter:
     def _take_recorded(self, recorder: StateRecorder, step: int) -> PendingSnapshot:
         """Under `keepstep check`: record the state, and capture this step, however long it takes."""
         self._planner.reshard()
-        recorder.begin_take(step)
+        recorder.begin_take(step, in_batches=self._batch_loop is not None)
         if step > self._rank.step:
             self._act_on_reports()
             wait_for(lambda: isinstance(self._grants.next(step), SlotGrant))

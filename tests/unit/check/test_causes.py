@@ -55,6 +55,17 @@ def test_cause_follows_from_how_the_step_began(evidence: dict[str, Any], name: s
     assert cause.remedy
 
 
+@pytest.mark.parametrize("value", [RATE, WEIGHT])
+def test_remedy_can_be_followed_in_a_loop_over_batches(value: ChangedValue) -> None:
+    own_loop = cause_of(step_difference(start=(value,), moved=(value,)), 1)
+    assert "before take()" in own_loop.remedy
+    evidence = {"start": (value,), "moved": (value,), "in_batches": True, "carried": ("last",)}
+    in_batches = cause_of(step_difference(**evidence), 1)
+    assert in_batches.name == own_loop.name
+    assert "the body of the last batch of the epoch" in in_batches.remedy
+    assert "(here last) in a dict of the state" in in_batches.remedy
+
+
 def test_three_ranks_need_a_rehearsal() -> None:
     assert cause_of(step_difference(), 3).name == "rehearsal"
     assert cause_of(replace(step_difference(), is_first_step=False), 3).name == "outside"

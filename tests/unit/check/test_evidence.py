@@ -46,6 +46,14 @@ def test_variable_that_a_new_process_has_not_set_yet_explains_nothing() -> None:
     assert [value.path for value in constant.around_start] == ["optimizer o.state.0"]
 
 
+def test_number_that_a_loop_over_batches_carries_is_named() -> None:
+    earlier = taken(4, around={"variable epoch": "0", "variable last": "0", "variable rate": "0.5"})
+    around = {"variable epoch": "1", "variable last": "1", "variable rate": "0.5"}
+    evidence = gather_evidence(earlier, with_trace(taken(5), around=around, in_batches=True), taken(5))
+    assert evidence.in_batches
+    assert evidence.carried == ("last",)
+
+
 def test_evaluation_and_workers_are_seen() -> None:
     expected = with_trace(taken(5, around={"workers loader": "2"}), evaluations=3, evaluated_first=True)
     evidence = gather_evidence(EARLIER, expected, taken(5))

@@ -73,10 +73,10 @@ class StateRecorder:
         """Record why `restore()` raised."""
         self._log.write(REFUSED, text=str(error))
 
-    def begin_take(self, step: int) -> None:
+    def begin_take(self, step: int, *, in_batches: bool) -> None:
         """Record the state as it is now, before anything of it is captured."""
         output, size = _output()
-        trace = self._watch.finish()
+        trace = self._watch.finish(in_batches)
         try:
             state, text = read_state(self._objects), ""
         except Error as error:

@@ -43,7 +43,7 @@ class StepWatch:
         self._after, self._begun, self._inputs, self._evaluations = step, None, [], 0
         self._random_after_step = ""
 
-    def finish(self) -> StepTrace:
+    def finish(self, in_batches: bool = False) -> StepTrace:
         """What was seen since `open`."""
         begun = self._begun or StepTrace()
         stepped = bool(self._random_after_step)
@@ -55,6 +55,7 @@ class StepWatch:
             evaluated_first=begun.evaluated_first,
             stepped=stepped or not self._objects.optimizers,
             drawn=stepped and self._random_after_step != random_digest(),
+            in_batches=in_batches,
         )
 
     # Hooks
