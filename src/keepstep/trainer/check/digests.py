@@ -15,7 +15,7 @@ import xxhash
 from keepstep import values as codec
 from keepstep.trainer.state import reader as states
 from keepstep.trainer.state.objects import StateObjects
-from keepstep.trainer.state.rng import GlobalEncoder, GlobalState
+from keepstep.trainer.state.rng import GlobalEncoder, GlobalState, host_bytes
 from keepstep.values import InlineTensor, TensorRef
 
 SHORT = 48  # characters of a value that is recorded as it is
@@ -82,8 +82,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     if plain.numel() == 1 and (plain.is_floating_point() or plain.dtype in (torch.int64, torch.int32, torch.bool)):
         return repr(plain.item())
     digest = xxhash.xxh3_64(f"{plain.dtype} {tuple(plain.shape)}".encode())
-    if plain.numel():
-        digest.update(memoryview(plain.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    digest.update(host_bytes(plain).data)
     return "#" + digest.hexdigest()
 
 

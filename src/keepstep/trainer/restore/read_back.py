@@ -26,6 +26,7 @@ from keepstep.trainer.state.objects import (
     has_own_state_dict,
     is_torch_form,
 )
+from keepstep.trainer.state.rng import host_bytes
 from keepstep.values import InlineTensor, TensorRef, TorchDevice
 
 log = logging.getLogger("keepstep")
@@ -109,9 +110,7 @@ def _is_asked_again(item: StateObject) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> memoryview:
-    plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    flat = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)
-    return memoryview(flat)  # type: ignore[arg-type]
+    return host_bytes(tensor).data
 
 
 def _same_value(saved: Any, here: Any) -> bool:

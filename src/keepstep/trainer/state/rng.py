@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from keepstep import values as codec
@@ -111,9 +112,17 @@ def set_generator(generator: Generator, saved: Any) -> None:
 
 def inline_tensor(tensor: torch.Tensor) -> InlineTensor:
     """A small tensor as a value: its shape may change from step to step."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu() if not _is_bytes(tensor) else tensor
-    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return InlineTensor(str(plain.dtype).removeprefix("torch."), tuple(plain.shape), data)
+    return InlineTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), host_bytes(tensor).tobytes())
+
+
+def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor's elements, in their order; not a copy where it is contiguous on the host."""
+    plain = tensor if _is_bytes(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    if not plain.numel():
+        return np.empty(0, np.uint8)
+    # A tensor of one element is contiguous whatever its stride is, and `view` wants a stride of 1.
+    flat: npt.NDArray[np.uint8] = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+    return flat
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:

@@ -16,6 +16,8 @@ def test_tensors_of_other_type_or_shape_have_other_digests() -> None:
     digests = {tensor_digest(each) for each in (values, values.reshape(2, 2), values.int(), values + 1)}
     assert len(digests) == 4
     assert tensor_digest(torch.tensor(0.5)) == "0.5"
+    column = torch.tensor([[3, 0]], dtype=torch.int16)[:, 0]
+    assert tensor_digest(column) == tensor_digest(torch.tensor([3], dtype=torch.int16))
 
 
 def test_path_of_a_file_is_shown_whatever_its_length() -> None:

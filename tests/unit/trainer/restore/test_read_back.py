@@ -133,3 +133,10 @@ def test_schedulers_and_scalers_of_torch_give_what_they_took(local: LocalRun) ->
 
     save(state(3))
     load(state(0))
+
+
+def test_a_tensor_of_one_element_may_have_any_stride(local: LocalRun) -> None:
+    save({"a": Forgetful("column", column=torch.ones(1, 4)[:, 0])})
+    live = Forgetful("column", column=torch.zeros(1, 4)[:, 0])
+    load({"a": live})
+    assert live.values["column"].item() == 1

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from keepstep.trainer.state.rng import GlobalEncoder, GlobalState, decode_globals, set_rng_state
+from keepstep.trainer.state.rng import (
+    GlobalEncoder,
+    GlobalState,
+    decode_globals,
+    from_inline,
+    inline_tensor,
+    set_rng_state,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +64,11 @@ def test_a_change_is_seen_and_comes_back(change: str) -> None:
     torch.rand(3), random.random(), np.random.random()
     set_rng_state(decode_globals(after))
     assert GlobalEncoder().encode(GlobalState.now()) == after
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.uint8, torch.complex64])
+def test_tensor_of_one_element_is_a_value_whatever_its_stride_is(dtype: torch.dtype) -> None:
+    column = torch.tensor([[1, 0, 0, 1]]).to(dtype)[:, 3]
+    assert column.stride() == (4,)
+    assert torch.equal(from_inline(inline_tensor(column)), column)
+    assert torch.equal(from_inline(inline_tensor(column[:0])), column[:0])
