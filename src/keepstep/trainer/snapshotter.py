@@ -8,6 +8,7 @@ ever complete, and raises with a reason otherwise. The training thread alone cal
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -57,7 +58,7 @@ class Snapshotter:
         self._batch_loop: BatchLoop | None = None
         self._is_restored = False  # `restore` has returned.
         self._next_step = 0  # as `restore` left it
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         self._link.close_with_program(self)
 
     # Restoring
@@ -280,9 +281,10 @@ class Snapshotter:
         """End. `finished`: training is over. When all ranks close so, the keeper frees the memory and ends.
 
         None: finished, unless an exception is being handled (`finally: snapshots.close()`). A program that returns
-        without calling it closes so by itself; one that ends by an exception or `sys.exit` has not finished.
+        returns without calling it closes so by itself; one that ends by an exception or `sys.exit` has not finished.
+        In a forked child it does nothing: the trainer is its parent.
         """
-        if self._closed:
+        if self._closed or self._is_forked():
             return
         self._closed = True
         error = sys.exc_info()[1]
@@ -302,9 +304,12 @@ class Snapshotter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not self._closed:
+        if error is not None and not self._closed and not self._is_forked():
             self._link.report_failure(error)
         self.close(finished=kind is None)
+
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
 
     def _check_open(self) -> None:
         if self._closed:
