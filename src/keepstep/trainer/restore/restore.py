@@ -195,11 +195,14 @@ class LayoutProof:
         # Of the layout that was compared last. Weak: plans hold tensors.
         self._compared: weakref.ref[PlanTurns] | None = None
         self._obstacles: list[str] = []
+        self._num_groups: dict[str, int] = {}  # parameter groups of each optimizer at the first layout
+        self._warned: set[str] = set()
 
     def check(self, cached: CachedPlan) -> None:
         """Raise CaptureError when a snapshot of this layout could not be restored. Compares it once."""
         plans = cached.state.plans
         if self._compared is None or self._compared() is not plans:
+            self._warn_of_groups()
             self._obstacles = self._compare(cached)
             self._compared = weakref.ref(plans)
         if self._obstacles:
@@ -208,6 +211,19 @@ class LayoutProof:
                 f"a snapshot of this state could not be restored: {'; '.join(self._obstacles[:3])}{more}",
                 hint="give an object whose load_state_dict() takes what its state_dict() gives, or plain tensors",
             )
+
+    def _warn_of_groups(self) -> None:
+        """A restored optimizer must have the groups that were saved, and a new process begins with the first ones."""
+        for path, optimizer in self._items.named_optimizers:
+            now = len(optimizer.param_groups)
+            before = self._num_groups.setdefault(path, now)
+            if now != before and path not in self._warned:
+                self._warned.add(path)
+                log.warning(
+                    "%s has %d parameter groups now and had %d at the start: after a restart the program must %s "
+                    "before restore(), which refuses the snapshot otherwise",
+                    path, now, before, "add the group" if now > before else "leave out the group",
+                )  # fmt: skip
 
     def _compare(self, cached: CachedPlan) -> list[str]:
         reading = cached.reading

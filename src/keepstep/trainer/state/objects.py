@@ -21,7 +21,7 @@ In this order: `objects._kind`, `reader.StateReader` with `structure` and `rng`;
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from keepstep.types import Stateful
 MODULE, OPTIMIZER, STATEFUL, PLAIN = "module", "optimizer", "stateful", "plain"
 LOADER, GENERATOR = "loader", "generator"
 MAX_NESTING = 8
+_MISSING = object()
 _HARMLESS = ("torch.", "keepstep.trainer.")  # Their methods only read.
 _INNER = ("optimizer", "base_optimizer")  # where an Optimizer holds another one: Lookahead, SAM, Accelerate
 
@@ -63,6 +64,18 @@ class StateObjects:
             if paths.count(path) > 1:
                 raise CaptureError(f"two objects of the state have the path {path}", hint="rename one of them")
         self.all = sorted(expanded, key=lambda item: self._ORDER.index(item.kind))
+        self._members = [each for name, thing in state.items() for each in _members(name, thing)]
+
+    def check_members(self) -> None:
+        """Raise CaptureError when a container of objects holds others than it did when it was expanded."""
+        for path, container, members in self._members:
+            now = dict(_children(container))
+            for key in {**members, **now}:
+                if now.get(key, _MISSING) is not members.get(key, _MISSING):
+                    raise CaptureError(
+                        f"{path}.{key} is not what it was when the Snapshotter was made",
+                        hint="fill lists and dicts of objects before the Snapshotter is made, and keep them so",
+                    )
 
     def of(self, kind: str) -> list[StateObject]:
         return [item for item in self.all if item.kind == kind]
@@ -101,8 +114,7 @@ def _expand(path: str, thing: Any) -> Iterator[StateObject]:
             yield from _expand(f"{path}.{name}", optimizer)
         return
     if kind == PLAIN and _holds_stateful(thing, 0):
-        children = thing.items() if isinstance(thing, Mapping) else enumerate(thing)
-        for key, child in children:
+        for key, child in _children(thing):
             yield from _expand(f"{path}.{key}", child)
         return
     if isinstance(thing, torch.utils.data.DataLoader) and kind == PLAIN:
@@ -116,6 +128,18 @@ def _expand(path: str, thing: Any) -> Iterator[StateObject]:
             hint="give an object with state_dict() and load_state_dict(), a dict, a list or a tensor",
         )
     yield StateObject(path, kind, thing)
+
+
+def _members(path: str, thing: Any) -> Iterator[tuple[str, Any, dict[Any, Any]]]:
+    """Each container that is expanded, with its path and what it holds."""
+    if _kind(thing) == PLAIN and _holds_stateful(thing, 0):
+        yield path, thing, dict(_children(thing))
+        for key, child in _children(thing):
+            yield from _members(f"{path}.{key}", child)
+
+
+def _children(container: Any) -> Iterable[tuple[Any, Any]]:
+    return container.items() if isinstance(container, Mapping) else enumerate(container)
 
 
 def _kind(thing: Any) -> str:

@@ -187,6 +187,7 @@ class StateReader:
 
         Before the first step no method of a foreign object is called (`side_effects`): what it would give is left out.
         """
+        self.items.check_members()
         tensors = TensorRuns()
         skipped = frozenset(item.path for item in self.items.all if before_first_step and asks_foreign_code(item))
         parts: dict[str, tuple[int, Parts]] = {}

@@ -213,3 +213,23 @@ def test_state_that_the_first_step_makes_is_proven_when_it_is_there(
         pending = snapshots.take(3)
         assert pending.skipped
         assert "its amsgrad was not saved" in pending.reason
+
+
+def test_another_number_of_parameter_groups_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    objects = StateObjects({"model": model, "optimizer": optimizer})
+    planner, proof = (
+        StatePlanner(objects, OptimizerFence(objects.named_optimizers), None, Config()),
+        LayoutProof(objects),
+    )
+    proof.check(planner.lookup(0))
+    assert not caplog.messages
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    proof.check(planner.lookup(1))
+    stepped(optimizer)
+    proof.check(planner.lookup(2))
+    planner.close()
+    assert len(caplog.messages) == 1
+    assert "optimizer has 2 parameter groups now and had 1 at the start" in caplog.text
+    assert "add the group before restore()" in caplog.text
