@@ -78,14 +78,14 @@ class ReplaySource:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = copy.copy(loader)
+        self._generators = loader_generators(loader)
         attributes = vars(self._loader)  # DataLoader refuses other samplers once it is constructed.
         which = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        attributes[which] = self._sampler = PositionedSampler(attributes[which])
+        attributes[which] = self._sampler = PositionedSampler(attributes[which], self._generators)
         self._start = WorkerStart(loader.worker_init_fn, loader.collate_fn)
         if loader.num_workers:
             attributes["worker_init_fn"] = self._start
             attributes["collate_fn"] = ReportingCollate(loader.collate_fn)
-        self._generators = loader_generators(loader)
         self._parts = loader  # whose samplers have epochs
         self._keeps_workers = loader.num_workers > 0 and loader.persistent_workers
         self._workers: dict[int, bytes] = {}  # the random states that workers reported

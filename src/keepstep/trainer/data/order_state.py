@@ -36,6 +36,15 @@ def set_noted(noted: bytes, generators: Sequence[Generator]) -> None:
         set_generator(generator, state)
 
 
+def marks(generators: Sequence[Generator]) -> list[Any]:
+    """For the global random states, then for each generator: what is equal where nothing was drawn in between."""
+    numpy = np.random.get_state()
+    assert isinstance(numpy, tuple)
+    name, key, *rest = numpy
+    shared = (random.getstate(), name, key.tobytes(), rest, torch.get_rng_state().numpy().tobytes())
+    return [shared, *(codec.encode(generator_state(generator), path="loader") for generator in generators)]
+
+
 @contextlib.contextmanager
 def undrawn(generators: Sequence[Generator]) -> Iterator[None]:
     """Draw whatever is drawn inside, and leave all random states as they were."""

@@ -6,19 +6,16 @@ them. After a restore the function that initialises a worker sets them. A worker
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from keepstep import values as codec
-from keepstep.trainer.data.order_state import note_state, set_noted
+from keepstep.trainer.data.order_state import marks, note_state, set_noted
 from keepstep.trainer.state.loaders import worker_generators
-from keepstep.trainer.state.rng import Generator, generator_state
+from keepstep.trainer.state.rng import Generator
 
 
 class WorkerBatch(NamedTuple):
@@ -72,7 +69,7 @@ class WorkerStart:
         if worker in self.states:
             set_noted(self.states[worker], _this_worker.generators)
         _this_worker.num_pads = int(worker < self.num_pads)
-        _this_worker.mark = _mark()
+        _this_worker.mark = marks(_this_worker.generators)
 
 
 class ReportingCollate:
@@ -86,7 +83,7 @@ class ReportingCollate:
             _this_worker.num_pads -= 1
             return None
         batch = self._collate(samples)
-        mark = _mark()
+        mark = marks(_this_worker.generators)
         if mark == _this_worker.mark:
             return batch
         _this_worker.mark = mark
@@ -94,12 +91,3 @@ class ReportingCollate:
         assert info is not None, "called in workers only"
         states = bytearray(note_state(_this_worker.generators))
         return WorkerBatch(batch, info.id, torch.frombuffer(states, dtype=torch.uint8))
-
-
-def _mark() -> Any:
-    """Equal where nothing was drawn in between."""
-    numpy = np.random.get_state()
-    assert isinstance(numpy, tuple)
-    name, key, *rest = numpy
-    own = [codec.encode(generator_state(generator)) for generator in _this_worker.generators]
-    return random.getstate(), name, key.tobytes(), rest, torch.get_rng_state().numpy().tobytes(), own

@@ -144,7 +144,7 @@ def test_sampler_that_draws_for_each_batch_is_named(caplog: pytest.LogCaptureFix
         list(Loader(numbers()))
         assert not caplog.text
         list(Loader(DataLoader(torch.arange(SIZE), batch_size=None, sampler=Drawing())))  # type: ignore[arg-type]
-    assert "Drawing draws from the global random state for each batch" in caplog.text
+    assert "Drawing draws from the global random state in the middle of an epoch" in caplog.text
 
 
 def test_loader_with_less_data_than_it_was_saved_with_is_refused() -> None:

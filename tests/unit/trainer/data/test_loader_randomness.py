@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, Subset
 
 from keepstep import Loader
 from keepstep.trainer.state.loaders import loader_generators
@@ -224,3 +224,46 @@ def test_sampler_that_changes_more_than_numbers_is_named_once(caplog: pytest.Log
 
 def test_source_of_the_system_is_left_alone() -> None:
     assert not loader_generators(reads(lambda: Noisy(Noise(random.SystemRandom())))())
+
+
+class Chunks(Sampler[int]):
+    """Shuffles six at a time."""
+
+    def __iter__(self) -> Iterator[int]:
+        for start in range(0, SIZE, 6):
+            yield from (start + torch.randperm(6)).tolist()
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+def test_sampler_that_draws_later_in_an_epoch_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    batches = iter(Loader(draws_from(Chunks)()))
+    for _ in range(2):
+        next(batches)
+    assert not caplog.text
+    for _ in range(2):
+        epoch_of(batches)
+    assert caplog.text.count("Chunks draws from the global random state in the middle of an epoch") == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("options", [{"replacement": True, "num_samples": 96}, {"num_samples": 3 * SIZE}])
+def test_sampler_is_named_where_others_draw_from_its_generator(
+    options: dict[str, Any], num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for is_shared in (False, True):
+        generator = torch.Generator()
+        sampler = RandomSampler(range(SIZE), generator=generator, **options)
+        for _ in Loader(draws_from(lambda sampler=sampler: sampler, num_workers=num_workers)()):
+            assert is_shared or not caplog.text
+            if is_shared:
+                torch.rand(1, generator=generator)
+    assert caplog.text.count("RandomSampler draws from a generator that other code draws from too") == 1
+
+
+def test_shared_generator_of_an_order_that_is_drawn_at_once_is_exact(caplog: pytest.LogCaptureFixture) -> None:
+    generator = torch.Generator()
+    for _ in Loader(DataLoader(torch.arange(SIZE), batch_size=5, shuffle=True, generator=generator)):  # type: ignore[arg-type]
+        torch.rand(1, generator=generator)
+    assert not caplog.text
