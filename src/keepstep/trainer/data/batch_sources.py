@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import io
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -270,6 +271,11 @@ class FunctionSource:
     kind = "function"
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        for iterator in _iterators_of(function):
+            raise ConfigError(
+                f"keepstep.Loader cannot resume a {type(iterator).__name__}, which this function reads",
+                hint=f"give it {KINDS} of the number of the batch",
+            )
         self._function = function
         self._takes_number = _takes_argument(function)
         self._num_given = 0
@@ -291,6 +297,17 @@ class FunctionSource:
 
     def load(self, state: dict[str, Any]) -> None:
         self._num_given = state["num_given"]
+
+
+def _iterators_of(function: Any) -> list[Any]:
+    """Iterators without a state that a function names, is bound to or is made with: their position is lost."""
+    values = [getattr(function, "__self__", None), *getattr(function, "args", ())]
+    if inspect.isfunction(function):
+        values += [function.__globals__.get(name) for name in function.__code__.co_names]
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # It is empty yet.
+                values.append(cell.cell_contents)
+    return [value for value in values if isinstance(value, Iterator) and not isinstance(value, (Stateful, io.IOBase))]
 
 
 def _takes_argument(function: Callable[..., Any]) -> bool:

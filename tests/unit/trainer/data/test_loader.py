@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -173,9 +175,26 @@ class OwnWay(DataLoader[Any]):
         return super().__iter__()
 
 
+def forever() -> Iterator[int]:
+    while True:
+        yield from range(SIZE)
+
+
+GLOBAL_NUMBERS = forever()
+
+
+def reads_closure() -> Any:
+    numbers = forever()
+    return lambda: next(numbers)
+
+
 @pytest.mark.parametrize(
     ("loader", "text"),
     [
+        (reads_closure, "cannot resume a generator, which this function reads"),
+        (lambda: lambda: next(GLOBAL_NUMBERS), "cannot resume a generator"),
+        (lambda: iter([1, 2]).__next__, "cannot resume a list_iterator"),
+        (lambda: functools.partial(next, forever()), "cannot resume a generator"),
         (lambda: DataLoader(Forgetful()), "position of a Forgetful without state_dict"),
         (lambda: DataLoader(Forgetful(), num_workers=2), "position of a Forgetful in 2 workers"),
         (lambda: OwnWay(torch.arange(3)), "cannot resume a OwnWay, which iterates in its own way"),
@@ -244,3 +263,20 @@ def test_loop_that_begins_at_the_right_epoch_or_goes_on_within_one_is_not_warned
     assert len(list(restored_at_end_of_epoch(None, num_batches=3))) == 1
     assert list(restored_at_end_of_epoch(None).begin_pass()) == []
     assert not caplog.messages
+
+
+def test_function_may_read_a_file_and_what_has_a_state() -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            return 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    stream, file = Stream(), io.BytesIO(b"12")
+    assert next(iter(Loader(lambda: (next(stream), file.getvalue())))) == (1, b"12")
