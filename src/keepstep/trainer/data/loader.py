@@ -67,7 +67,9 @@ class Loader(DataLoader[Any]):
         return len(self._wrapped)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: for all samplers, and for an iterable dataset."""
+        """Begin an epoch: for all samplers, and for an iterable dataset. A pass of another epoch is over."""
+        if epoch != self.epoch:
+            self._newest = None
         self.epoch, self._is_epoch_set = epoch, True
         set_all_epochs(self._wrapped, epoch)
 

@@ -200,6 +200,19 @@ def test_loader_that_was_saved_between_two_epochs_begins_the_second_one() -> Non
     assert epoch_of(other) == epoch_of(loader)
 
 
+def test_epoch_that_was_left_early_is_over_when_another_one_is_set() -> None:
+    loader = Loader(CASES["sampler_that_counts"]())
+    batches = iter(loader)
+    next(batches)
+    assert loader.state_dict()["resumes"]
+    loader.set_epoch(1)
+    state = loader.state_dict()
+    assert not state["resumes"]
+    other = Loader(CASES["sampler_that_counts"]())
+    other.load_state_dict(copy.deepcopy(state))
+    assert epoch_of(other) == epoch_of(loader)
+
+
 def test_setting_that_nothing_changed_is_not_put_back() -> None:
     loader = Loader(draws_from(CountsPasses)())
     epoch_of(loader)
