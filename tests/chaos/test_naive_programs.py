@@ -55,7 +55,7 @@ def launcher(ranks: str) -> tuple[str, ...]:
 def test_program_that_is_not_exact_is_found(
     tmp_path: Path, program: str, ranks: str, environ: dict[str, str], causes: set[str]
 ) -> None:
-    options = ("--steps", "10", "--kills", "3")
+    options = ("--steps", "14", "--kills", "3")
     code, text, report = check(tmp_path, program, *options, launcher=launcher(ranks), **environ)
     assert code != 0, text
     assert report["result"]["cause"]["name"] in causes, text
